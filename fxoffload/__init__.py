@@ -1,0 +1,1 @@
+"""fxoffload: a memory compiler for PyTorch training."""

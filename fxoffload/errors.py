@@ -1,0 +1,18 @@
+"""The errors fxoffload raises besides ValueError (the caller's argument)."""
+
+from __future__ import annotations
+
+
+class VerifyError(RuntimeError):
+    """A graph breaks the rules of memory: a pass is wrong. The text shows the lines around the node."""
+
+
+class PlanError(RuntimeError):
+    """This plan, machine or budget cannot work.
+
+    `shortfall_bytes` is what the budget lacks (the budget plus it plans and runs), or None when bytes are not the reason.
+    """
+
+    def __init__(self, message: str, shortfall_bytes: int | None = None) -> None:
+        super().__init__(message)
+        self.shortfall_bytes = shortfall_bytes
