@@ -1,0 +1,175 @@
+"""A Graph is a plain `fx.Graph` whose node order is the schedule; this module says what its nodes stand for.
+
+One `NodeInfo` per node under the meta key "fxo" carries what fx itself has no place for. Graphs that were not captured by
+fxoffload have none; then the node's own name and its position speak.
+"""
+
+from __future__ import annotations
+
+import copy
+import operator
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from enum import Enum
+
+import torch
+import torch.fx as fx
+
+from . import ops
+from .effects import Tier
+
+INFO = "fxo"
+
+
+class Role(str, Enum):
+    """What an input of a Graph is."""
+
+    PARAMETER = "parameter"
+    BUFFER = "buffer"
+    BATCH = "batch"
+    TANGENT = "tangent"
+    SYMBOL = "symbol"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@dataclass(frozen=True, slots=True)
+class NodeInfo:
+    """`name`: canonical, unique, stable across captures of the same model. `fqn`: the parameter or buffer of an input.
+
+    `tier`: where an input's bytes live. `origin`: canonical name of the node this one is a clone of.
+    `grad_of`: on an output gradient's node, the parameter it belongs to.
+    """
+
+    name: str
+    role: Role | None = None
+    fqn: str | None = None
+    tier: Tier = Tier.DEVICE
+    trainable: bool = False
+    origin: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Largest value of every symbolic dimension, by symbol name; a Graph is planned at them and valid below."""
+
+    maxima: Mapping[str, int] = field(default_factory=dict)
+
+    def of(self, size: int | torch.SymInt) -> int:
+        """`size` as an int at the maxima. Raises KeyError for a symbol without a maximum."""
+        if isinstance(size, int):
+            return size
+        expr = size.node.expr
+        values = {symbol: self.maxima[str(symbol)] for symbol in expr.free_symbols}
+        return int(expr.xreplace(values))
+
+
+def info(node: fx.Node) -> NodeInfo:
+    """The node's NodeInfo; for a node fxoffload has not named, one made of its fx name."""
+    known = node.meta.get(INFO)
+    if isinstance(known, NodeInfo):
+        return known
+    return NodeInfo(node.name, Role.BATCH if node.op == "placeholder" else None)
+
+
+def set_info(node: fx.Node, **changes: object) -> None:
+    """Replaces fields of the node's NodeInfo."""
+    node.meta[INFO] = replace(info(node), **changes)  # type: ignore[arg-type]
+
+
+def name_of(node: fx.Node) -> str:
+    """The node's canonical name."""
+    return info(node).name
+
+
+def by_name(graph: fx.Graph) -> dict[str, fx.Node]:
+    """Every node under its canonical name."""
+    return {name_of(node): node for node in graph.nodes}
+
+
+def copy_graph(graph: fx.Graph) -> fx.Graph:
+    """A copy that shares fake values but no node."""
+    result = fx.Graph()
+    values: dict[fx.Node, fx.Node] = {}
+    output = result.graph_copy(graph, values, return_output_node=True)
+    if output is not None:
+        new = result.output(output[0])
+        new.meta = copy.copy(output[1].meta)
+    return result
+
+
+def border_of(graph: fx.Graph) -> fx.Node | None:
+    """The `fxo.backward` node, None in a graph without a backward."""
+    found = graph.find_nodes(op="call_function", target=ops.backward)
+    return found[0] if found else None
+
+
+def output_of(graph: fx.Graph) -> fx.Node:
+    """The output node."""
+    return next(iter(reversed(graph.nodes)))
+
+
+def module_path(node: fx.Node) -> str:
+    """Dotted path of the module whose forward made the node ("" for the root or when unknown)."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
+    if not stack:
+        return ""
+    raw = str(list(stack.values())[-1][0])
+    raw = re.sub(r"_modules\['([^']+)'\]", r"\1", raw)
+    raw = re.sub(r"\['?([^'\]]+)'?\]", r".\1", raw)
+    path = raw.split(".", 1)[1] if "." in raw else ""
+    return re.sub(r"^(self|m)(\.|$)", "", path)
+
+
+def op_name(node: fx.Node) -> str:
+    """Short name of what the node does: "mm", "swap_in", "getitem"."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        return node.target._schema.name.split("::", 1)[1]
+    if node.target is operator.getitem:
+        return "getitem"
+    return getattr(node.target, "__name__", str(node.target))
+
+
+class Names:
+    """Gives canonical names: "module path/op#index", unique within one Graph."""
+
+    def __init__(self, graph: fx.Graph | None = None) -> None:
+        self._taken: set[str] = {name_of(node) for node in graph.nodes} if graph is not None else set()
+        self._counts: Counter[str] = Counter()
+
+    def fresh(self, stem: str, separator: str = "#") -> str:
+        """`stem` + separator + the next free index."""
+        while True:
+            name = f"{stem}{separator}{self._counts[stem]}"
+            self._counts[stem] += 1
+            if name not in self._taken:
+                self._taken.add(name)
+                return name
+
+
+def operands(node: fx.Node) -> Iterator[fx.Node]:
+    """The nodes `node` reads, each once, in argument order."""
+    yield from dict.fromkeys(node.all_input_nodes)
+
+
+def tensors_in(value: object) -> list[torch.Tensor]:
+    """The tensors of a node's fake value, in order."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, (tuple, list)):
+        return [tensor for item in value for tensor in tensors_in(item)]
+    return []
+
+
+def tensor_bytes(tensor: torch.Tensor, bounds: Bounds) -> int:
+    """Bytes of the Storage a fresh tensor of this shape and stride needs, at the bounds."""
+    extent = 1
+    for size, stride in zip(tensor.shape, tensor.stride()):
+        n = bounds.of(size)
+        if n == 0:
+            return 0
+        extent += (n - 1) * bounds.of(stride)
+    return extent * tensor.element_size()

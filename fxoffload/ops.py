@@ -1,0 +1,159 @@
+"""The memory node set, declared once: schema, fake, effects and channel of every `fxo` op.
+
+Renderer, parser, verifier, liveness, simulator and cost read only `SPECS`. At run time the executor replaces every op by a
+callable bound to the Runtime; the kernels registered here are the reference: what the op means on one device, synchronously.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.fx as fx
+
+from .effects import Alloc, Await, Borrow, Channel, Effect, Free, Read, Tier
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """What every reader of the IR needs to know of one op.
+
+    `alias_of` names the argument whose Storage the result shares, None when the result is new or absent. `logical` ops must be
+    lowered before a graph runs. `pure` ops may be removed when nothing reads their result.
+    """
+
+    name: str
+    op: torch._ops.OpOverload
+    effects: tuple[Effect, ...]
+    channel: Channel
+    alias_of: str | None = None
+    logical: bool = False
+    pure: bool = True
+
+    def argument(self, node: fx.Node, name: str) -> object:
+        """The value `node` passes for the schema argument `name`, or its default. Raises KeyError for an unknown name."""
+        for position, argument in enumerate(self.op._schema.arguments):
+            if argument.name == name:
+                if position < len(node.args):
+                    return node.args[position]
+                return node.kwargs.get(name, argument.default_value)
+        raise KeyError(f"{self.name} has no argument {name!r}")
+
+
+SPECS: dict[torch._ops.OpOverload, Spec] = {}
+_LIBRARY = torch.library.Library("fxo", "DEF")
+
+
+def define(
+    schema: str,
+    kernel: Callable[..., object],
+    fake: Callable[..., object],
+    effects: tuple[Effect, ...],
+    channel: Channel,
+    alias_of: str | None = None,
+    logical: bool = False,
+    pure: bool = True,
+) -> torch._ops.OpOverload:
+    """Declares `fxo::schema` once for every reader of the IR and returns its overload. Raises RuntimeError when it exists."""
+    name = schema.split("(", 1)[0]
+    _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"fxo::{name}", fake, lib=_LIBRARY)
+    op = getattr(torch.ops.fxo, name).default
+    SPECS[op] = Spec(name, op, effects, channel, alias_of, logical, pure)
+    if not pure:
+        fx.node.has_side_effect(op)
+    return op
+
+
+def spec_of(node: fx.Node) -> Spec | None:
+    """The Spec of a memory node, None for any other node."""
+    return SPECS.get(node.target) if node.op == "call_function" else None  # type: ignore[arg-type]
+
+
+def _copy_to(src: torch.Tensor, device: torch.device) -> torch.Tensor:
+    out = torch.empty_strided(src.shape, src.stride(), dtype=src.dtype, device=device)
+    return out.copy_(src)
+
+
+def _empty_on(src: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return torch.empty_strided(src.shape, src.stride(), dtype=src.dtype, device=device)
+
+
+def _same(src: torch.Tensor) -> torch.Tensor:
+    return src.detach()
+
+
+def _rng_state(device: torch.device) -> torch.Tensor:
+    return get_rng_state(device)
+
+
+def _swap_rng_state(state: torch.Tensor, device: torch.device) -> torch.Tensor:
+    before = get_rng_state(device)
+    set_rng_state(state, device)
+    return before
+
+
+def get_rng_state(device: torch.device) -> torch.Tensor:
+    """The state of `device`'s default generator as a host tensor."""
+    if device.type == "cpu":
+        return torch.get_rng_state()
+    return torch.get_device_module(device).get_rng_state()  # type: ignore[no-any-return]
+
+
+def set_rng_state(state: torch.Tensor, device: torch.device) -> None:
+    """Makes `device`'s default generator continue from `state`."""
+    if device.type == "cpu":
+        torch.set_rng_state(state)
+        return
+    torch.get_device_module(device).set_rng_state(state)
+
+
+# Size of torch's CPU generator state (mt19937); accelerators need 16 bytes. An upper bound is what planning needs.
+RNG_STATE_BYTES = 5056
+
+
+def _fake_rng_state(*_: object) -> torch.Tensor:
+    return torch.empty(RNG_STATE_BYTES, dtype=torch.uint8)
+
+
+gather = define(
+    "gather(Tensor src, Device device) -> Tensor",
+    _copy_to, _empty_on, (Read("src"), Alloc("result", Tier.DEVICE)), Channel.H2D, logical=True,
+)
+sink = define(
+    "sink(Tensor src, Device device) -> Tensor",
+    _copy_to, _empty_on, (Read("src"), Alloc("result", Tier.PINNED)), Channel.D2H, logical=True,
+)
+checkpoint = define(
+    "checkpoint(Tensor src) -> Tensor",
+    _same, _same, (Read("src"),), Channel.COMPUTE, alias_of="src", logical=True,
+)
+swap_in = define(
+    "swap_in(Tensor src, Device device) -> Tensor",
+    _copy_to, _empty_on, (Borrow("src"), Alloc("result", Tier.DEVICE, pending=True)), Channel.H2D,
+)
+swap_out = define(
+    "swap_out(Tensor src, Device device, str tier) -> Tensor",
+    lambda src, device, tier: _copy_to(src, device), lambda src, device, tier: _empty_on(src, device),
+    (Borrow("src"), Alloc("result", "tier", pending=True)), Channel.D2H,
+)
+wait = define(
+    "wait(Tensor src) -> Tensor",
+    _same, _same, (Await("src"),), Channel.COMPUTE, alias_of="src",
+)
+release = define(
+    "release(Tensor src) -> ()",
+    lambda src: None, lambda src: None, (Free("src"),), Channel.COMPUTE, pure=False,
+)
+rng_state = define(
+    "rng_state(Device device) -> Tensor",
+    _rng_state, _fake_rng_state, (Alloc("result", Tier.PAGEABLE),), Channel.HOST, pure=False,
+)
+swap_rng_state = define(
+    "swap_rng_state(Tensor state, Device device) -> Tensor",
+    _swap_rng_state, _fake_rng_state, (Read("state"), Alloc("result", Tier.PAGEABLE)), Channel.HOST, pure=False,
+)
+# The border between forward and backward; what lives across it is the saved set.
+backward = define("backward() -> ()", lambda: None, lambda: None, (), Channel.COMPUTE, pure=False)

@@ -1,0 +1,242 @@
+"""A Plan says *what*: frozen decisions by canonical name, per graph fingerprint, and what the simulator predicts of them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+from .effects import Tier
+from .errors import PlanError
+from .sizes import format_bytes
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Reside:
+    """Parameter or buffer `value` (its fqn) lives in `tier` between its uses."""
+
+    value: str
+    tier: Tier
+    n_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Gather:
+    """Parameter `value` is copied to the device: started before node `start`, awaited before node `before`."""
+
+    value: str
+    start: str
+    before: str
+
+
+@dataclass(frozen=True, slots=True)
+class SwapOut:
+    """Value `value` is copied to `tier`: started right after node `after`; its device bytes end right after node `until`."""
+
+    value: str
+    tier: Tier
+    after: str
+    until: str
+
+
+@dataclass(frozen=True, slots=True)
+class SwapIn:
+    """Value `value`, swapped out before, returns: started before node `start`, awaited before node `before`."""
+
+    value: str
+    start: str
+    before: str
+
+
+@dataclass(frozen=True, slots=True)
+class Recompute:
+    """Forward value `value` is not saved for backward but computed again there."""
+
+    value: str
+
+
+Decision = Reside | Gather | SwapOut | SwapIn | Recompute
+_KINDS: dict[str, type] = {k.__name__.lower(): k for k in (Reside, Gather, SwapOut, SwapIn, Recompute)}
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What the simulator says of one Plan; unknown is None.
+
+    `device_peak_bytes`, `host_peak_bytes`, `disk_bytes`: highest sums of live bytes per tier over a whole step.
+    `step_s`: seconds of one step on the Machine. `moved_bytes`: bytes per channel and step.
+    """
+
+    device_peak_bytes: int
+    host_peak_bytes: int
+    disk_bytes: int = 0
+    step_s: float | None = None
+    peak_node: str = ""
+    moved_bytes: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class GraphPlan:
+    """Decisions for one Graph, the values its forward saves for backward, and its own prediction."""
+
+    label: str
+    decisions: tuple[Decision, ...]
+    saved: tuple[str, ...]
+    predicted: Prediction
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Residency of every parameter plus one GraphPlan per graph fingerprint. Immutable; `with_graph` makes a larger one."""
+
+    device_budget_bytes: int
+    host_budget_bytes: int | None
+    machine: str
+    numerics: str
+    residency: tuple[Reside, ...]
+    graphs: Mapping[str, GraphPlan]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def predicted(self) -> Prediction:
+        """The worst of the graphs' predictions: highest peaks, longest step."""
+        all_of = [graph.predicted for graph in self.graphs.values()]
+        worst = max(all_of, key=lambda p: p.device_peak_bytes)
+        longest = max((p for p in all_of), key=lambda p: p.step_s or 0.0)
+        return replace(
+            worst,
+            host_peak_bytes=max(p.host_peak_bytes for p in all_of),
+            disk_bytes=max(p.disk_bytes for p in all_of),
+            step_s=longest.step_s,
+            moved_bytes=longest.moved_bytes,
+        )
+
+    @property
+    def decisions(self) -> tuple[Decision, ...]:
+        """All decisions: residency first, then graph by graph."""
+        return self.residency + tuple(d for graph in self.graphs.values() for d in graph.decisions)
+
+    @property
+    def id(self) -> str:
+        """Twelve hex digits of the plan's text: equal plans have equal ids."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()[:12]
+
+    def count(self) -> dict[str, int]:
+        """Number of decisions by kind."""
+        counts = {kind: 0 for kind in sorted(_KINDS)}
+        for decision in self.decisions:
+            counts[type(decision).__name__.lower()] += 1
+        return counts
+
+    def with_graph(self, fingerprint: str, graph: GraphPlan) -> Plan:
+        """The same plan that also covers `fingerprint`."""
+        return replace(self, graphs={**self.graphs, fingerprint: graph})
+
+    def to_json(self) -> str:
+        """Sorted keys, one decision per line."""
+        head = {
+            "schema": SCHEMA,
+            "device_budget_bytes": self.device_budget_bytes,
+            "host_budget_bytes": self.host_budget_bytes,
+            "machine": self.machine,
+            "numerics": self.numerics,
+            "notes": list(self.notes),
+        }
+        lines = ["{"] + [f'  "{k}": {json.dumps(head[k])},' for k in sorted(head)]
+        lines += ['  "residency": ['] + _rows(self.residency, "    ") + ["  ],", '  "graphs": {']
+        for position, (fingerprint, graph) in enumerate(sorted(self.graphs.items())):
+            lines += [f'    "{fingerprint}": {{', f'      "label": {json.dumps(graph.label)},']
+            lines += [f'      "predicted": {json.dumps(asdict(graph.predicted), sort_keys=True)},']
+            lines += ['      "saved": ['] + _strings(graph.saved, "        ") + ["      ],"]
+            lines += ['      "decisions": ['] + _rows(graph.decisions, "        ") + ["      ]"]
+            lines += ["    }" + ("," if position + 1 < len(self.graphs) else "")]
+        return "\n".join(lines + ["  }", "}"]) + "\n"
+
+    def save(self, path: str | Path) -> None:
+        """Writes the plan as JSON; a file under `path` is replaced only when the new one is complete."""
+        target = Path(path)
+        partial = target.with_name(f".{target.name}.partial")
+        partial.write_text(self.to_json())
+        partial.replace(target)
+
+    @staticmethod
+    def load(path: str | Path) -> Plan:
+        """The plan in the file. Raises PlanError when it is not one, ValueError when the file is missing."""
+        try:
+            raw = json.loads(Path(path).read_text())
+        except FileNotFoundError:
+            raise ValueError(f"plan: no file {str(path)!r}") from None
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise PlanError(f"{path}: not a plan: {error}") from None
+        return plan_from(raw, str(path))
+
+    def diff(self, other: Plan) -> str:
+        """Lines that differ, "-" of this plan and "+" of the other; "" when they are equal."""
+        mine, theirs = self.to_json().splitlines(), other.to_json().splitlines()
+        gone, new = set(theirs), set(mine)
+        lines = [f"- {line.strip()}" for line in mine if line not in gone]
+        return "\n".join(lines + [f"+ {line.strip()}" for line in theirs if line not in new])
+
+    def explain(self) -> str:
+        """The plan in a few lines for people."""
+        p, counts = self.predicted, self.count()
+        tiers = {tier: sum(r.n_bytes for r in self.residency if r.tier is tier) for tier in Tier}
+        lines = [
+            f"device peak {format_bytes(p.device_peak_bytes)} of {format_bytes(self.device_budget_bytes)} at {p.peak_node}",
+            f"host peak {format_bytes(p.host_peak_bytes)}, disk {format_bytes(p.disk_bytes)}",
+            "parameters: " + ", ".join(f"{tier} {format_bytes(n)}" for tier, n in tiers.items() if n),
+            "decisions: " + ", ".join(f"{kind} {n}" for kind, n in counts.items()),
+            "moved per step: " + (", ".join(f"{c} {format_bytes(n)}" for c, n in p.moved_bytes.items()) or "nothing"),
+            "step " + (f"{p.step_s:.4f} s" if p.step_s is not None else "unknown") + f" on {self.machine}",
+        ]
+        return "\n".join(lines + list(self.notes))
+
+
+def plan_from(raw: object, source: str) -> Plan:
+    """A Plan from parsed JSON. Raises PlanError naming `source` and the field that is wrong."""
+    if not isinstance(raw, dict) or raw.get("schema") != SCHEMA:
+        raise PlanError(f"{source}: not a plan of schema {SCHEMA}")
+    try:
+        graphs = {
+            fingerprint: GraphPlan(
+                g["label"], tuple(_decision(d) for d in g["decisions"]), tuple(g["saved"]), Prediction(**g["predicted"])
+            )
+            for fingerprint, g in raw["graphs"].items()
+        }
+        residency = tuple(_decision(d) for d in raw["residency"])
+        if not all(isinstance(r, Reside) for r in residency):
+            raise ValueError("residency holds something else than reside")
+        return Plan(
+            raw["device_budget_bytes"], raw["host_budget_bytes"], raw["machine"], raw["numerics"],
+            residency, graphs, tuple(raw["notes"]),  # type: ignore[arg-type]
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise PlanError(f"{source}: damaged plan: {error!r}") from None
+
+
+def _decision(raw: Mapping[str, object]) -> Decision:
+    fields = dict(raw)
+    kind = _KINDS[str(fields.pop("kind"))]
+    if "tier" in fields:
+        fields["tier"] = Tier(fields["tier"])
+    return kind(**fields)  # type: ignore[no-any-return]
+
+
+def _rows(decisions: Iterable[Decision], indent: str) -> list[str]:
+    rows = [
+        json.dumps({"kind": type(d).__name__.lower(), **{k: str(v) if isinstance(v, Tier) else v for k, v in asdict(d).items()}})
+        for d in decisions
+    ]
+    return _join(rows, indent)
+
+
+def _strings(names: Iterable[str], indent: str) -> list[str]:
+    return _join([json.dumps(name) for name in names], indent)
+
+
+def _join(rows: list[str], indent: str) -> list[str]:
+    return [indent + row + ("," if i + 1 < len(rows) else "") for i, row in enumerate(rows)]
