@@ -7,15 +7,17 @@ is a new one. The unit of bytes is the Storage at the Bounds, so a plan made her
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
+from itertools import accumulate
 
 import torch
 import torch.fx as fx
 
 from . import ops
-from .effects import Alloc, Tier
-from .graph import Bounds, Role, border_of, info, name_of, operands, tensor_bytes, tensors_in
+from .effects import Alloc, Await, Borrow, Effect, Free, Tier
+from .graph import Bounds, Role, border_of, info, name_of, operands, tensor_bytes
 
 
 class Kind(str, Enum):
@@ -41,6 +43,8 @@ class Storage:
 @dataclass(frozen=True)
 class Liveness:
     """`of[node]`: Storages the node's value aliases. `first`/`last`: node index of definition and last use of each Storage.
+
+    A wait is a use of what its Transfer borrows.
 
     A Storage that the output returns, and every input, is live to the end (`escapes`).
     """
@@ -99,10 +103,13 @@ def liveness(graph: fx.Graph, bounds: Bounds | None = None) -> Liveness:
     of: dict[fx.Node, tuple[Storage, ...]] = {}
     first: dict[Storage, int] = {}
     uses: dict[Storage, list[int]] = {}
+    borrowed: dict[Storage, tuple[Storage, ...]] = {}
     for i, node in enumerate(nodes):
-        for operand in operands(node):
-            for storage in of.get(operand, ()):
-                uses[storage].append(i)
+        used = [storage for operand in operands(node) for storage in of.get(operand, ())]
+        # a Transfer reads its source until the wait: the wait is a use of the source too
+        used += [source for storage in _of_effect(node, Await, of) for source in borrowed.pop(storage, ())]
+        for storage in dict.fromkeys(used):
+            uses[storage].append(i)
         if node.op == "output":
             continue
         of[node] = _storages(node, of, i > border_index, bounds)
@@ -110,6 +117,7 @@ def liveness(graph: fx.Graph, bounds: Bounds | None = None) -> Liveness:
             if storage not in first:
                 first[storage] = i
                 uses[storage] = []
+                borrowed[storage] = _of_effect(node, Borrow, of)
     output = nodes[-1] if nodes and nodes[-1].op == "output" else None
     returned = {s for operand in operands(output) for s in of.get(operand, ())} if output is not None else set()
     escapes = frozenset(returned | {s for s in first if s.is_input})
@@ -117,24 +125,59 @@ def liveness(graph: fx.Graph, bounds: Bounds | None = None) -> Liveness:
     return Liveness(nodes, index, of, first, last, {s: tuple(u) for s, u in uses.items()}, escapes)
 
 
+def base_nodes(live: Liveness) -> dict[Storage, fx.Node]:
+    """The node that names each Storage: its producer, or the first getitem of a tuple's element. Elements that no getitem takes
+    have none; they die with the tuple, at its last getitem."""
+    found: dict[Storage, fx.Node] = {}
+    for node in live.nodes:
+        storages = live.of.get(node, ())
+        if len(storages) == 1 and isinstance(node.meta.get("val"), torch.Tensor):
+            found.setdefault(storages[0], node)
+    return found
+
+
+def _of_effect(
+    node: fx.Node, effect_type: type[Effect], of: dict[fx.Node, tuple[Storage, ...]]
+) -> tuple[Storage, ...]:
+    """Storages of the operands on which a memory op has such an effect."""
+    spec = ops.spec_of(node)
+    if spec is None:
+        return ()
+    found = [spec.argument(node, effect.value) for effect in spec.effects if type(effect) is effect_type]
+    return tuple(storage for operand in found for storage in of.get(operand, ()))  # type: ignore[call-overload]
+
+
 def _storages(node: fx.Node, of: dict[fx.Node, tuple[Storage, ...]], in_backward: bool, bounds: Bounds) -> tuple[Storage, ...]:
-    if node.op == "placeholder":
+    if node.op in ("placeholder", "get_attr"):
         return _input_storage(node, bounds)
     if node.target is operator.getitem:
         source = of.get(view_source(node), ())
-        position = node.args[1]
-        shared = is_view(view_source(node)) or len(source) == 1
-        return source if shared else source[position : position + 1] if isinstance(position, int) else source
+        if is_view(view_source(node)):
+            return source
+        if "val" in node.meta and node.meta["val"] is None:
+            return ()
+        element = f"{name_of(view_source(node))}:{node.args[1]}"
+        # a list inside a tuple has no Storage of its own name: then all of the tuple's stand for it
+        return tuple(s for s in source if s.name == element) or source
     if is_view(node):
         return of.get(view_source(node), ())
-    values = tensors_in(node.meta.get("val"))
-    if not values:
+    value = node.meta.get("val")
+    elements = {"": value} if isinstance(value, torch.Tensor) else _elements(value)
+    if not elements:
         return ()
     tier, kind = _tier(node, of), _kind(node, of, in_backward)
     name = name_of(node)
-    if len(values) == 1 and isinstance(node.meta.get("val"), torch.Tensor):
-        return (Storage(name, tensor_bytes(values[0], bounds), tier, kind, False),)
-    return tuple(Storage(f"{name}:{i}", tensor_bytes(v, bounds), tier, kind, False) for i, v in enumerate(values))
+    return tuple(Storage(name + suffix, tensor_bytes(v, bounds), tier, kind, False) for suffix, v in elements.items())
+
+
+def _elements(value: object) -> dict[str, torch.Tensor]:
+    """The tensors of a tuple by the suffix of their Storage's name; an element that is None has no Storage."""
+    if not isinstance(value, (tuple, list)):
+        return {}
+    found: dict[str, torch.Tensor] = {}
+    for i, item in enumerate(value):
+        found |= {f":{i}": item} if isinstance(item, torch.Tensor) else {f":{i}{k}": v for k, v in _elements(item).items()}
+    return found
 
 
 def _input_storage(node: fx.Node, bounds: Bounds) -> tuple[Storage, ...]:
@@ -167,3 +210,40 @@ def _kind(node: fx.Node, of: dict[fx.Node, tuple[Storage, ...]], in_backward: bo
         return Kind.PARAMETER
     entry = info(node)
     return Kind.GRADIENT if in_backward and entry.origin is None else Kind.ACTIVATION
+
+
+@dataclass(frozen=True, slots=True)
+class LiveCurve:
+    """Bytes alive in one tier at every node, in node order: what the node reads or makes included, what it releases not.
+
+    `by_kind`: the same, of one Kind. Inputs and what the output returns are alive to the end.
+    """
+
+    names: tuple[str, ...]
+    total_bytes: tuple[int, ...]
+    by_kind: Mapping[Kind, tuple[int, ...]]
+
+    @property
+    def peak_bytes(self) -> int:
+        """The highest total; 0 for an empty Graph."""
+        return max(self.total_bytes, default=0)
+
+    @property
+    def peak_node(self) -> str:
+        """Name of the first node at the peak."""
+        return self.names[self.total_bytes.index(self.peak_bytes)] if self.names else ""
+
+
+def live_curve(live: Liveness, tier: Tier = Tier.DEVICE) -> LiveCurve:
+    """The LiveCurve of `tier`. A Storage ends at its release, or after its last use when nothing releases it."""
+    released = {s: i for i, node in enumerate(live.nodes) for s in _of_effect(node, Free, live.of)}
+    n = len(live.nodes)
+    deltas = {kind: [0] * (n + 1) for kind in Kind}
+    for storage, first in live.first.items():
+        if storage.tier is not tier:
+            continue
+        end = n if storage in live.escapes else released.get(storage, live.last[storage] + 1)
+        deltas[storage.kind][first] += storage.n_bytes
+        deltas[storage.kind][end] -= storage.n_bytes
+    by_kind = {kind: tuple(accumulate(delta[:n])) for kind, delta in deltas.items()}
+    return LiveCurve(tuple(map(name_of, live.nodes)), tuple(map(sum, zip(*by_kind.values()))), by_kind)

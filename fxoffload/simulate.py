@@ -1,0 +1,88 @@
+"""The one simulator: bytes per tier at every node and seconds per channel of a lowered Step."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import torch.fx as fx
+
+from .cost import node_s
+from .effects import Channel, Tier
+from .graph import Bounds, name_of
+from .liveness import Kind, Storage, liveness
+from . import ops
+from .machine import Machine
+
+
+@dataclass(frozen=True, slots=True)
+class Simulation:
+    """`curve`: device bytes during each node, by kind (the four columns sum to the total). Peaks in bytes, `step_s` in seconds.
+
+    `host_peak_bytes` and `disk_peak_bytes` count what the graph itself puts there, its inputs apart.
+    """
+
+    names: tuple[str, ...]
+    curve: tuple[tuple[int, int, int, int], ...]
+    fixed_bytes: int
+    device_peak_bytes: int
+    peak_node: str
+    host_peak_bytes: int
+    disk_peak_bytes: int
+    moved_bytes: dict[str, int]
+    channel_s: dict[str, float]
+    step_s: float
+
+
+_COLUMNS = (Kind.PARAMETER, Kind.ACTIVATION, Kind.GRADIENT, Kind.OTHER)
+
+
+def simulate(graph: fx.Graph, bounds: Bounds, machine: Machine, outside_bytes: int = 0) -> Simulation:
+    """What `graph` needs and takes. A Storage lives from its producer to its release, or to its last use where it has none."""
+    live = liveness(graph, bounds)
+    starts: list[list[Storage]] = [[] for _ in live.nodes]
+    ends: list[list[Storage]] = [[] for _ in live.nodes]
+    for storage, first in live.first.items():
+        starts[0 if storage.is_input else first].append(storage)
+        if storage not in live.escapes:
+            ends[live.last[storage]].append(storage)
+    now: Counter[tuple[Tier, Kind]] = Counter()
+    curve, peak, peak_at, host_peak, disk_peak = [], 0, 0, 0, 0
+    for i in range(len(live.nodes)):
+        for storage in starts[i]:
+            if not (storage.is_input and storage.tier.on_host):
+                now[storage.tier, storage.kind] += storage.n_bytes
+        row = tuple(now[Tier.DEVICE, kind] for kind in _COLUMNS)
+        curve.append(row)
+        if sum(row) > peak:
+            peak, peak_at = sum(row), i
+        host_peak = max(host_peak, sum(n for (tier, _), n in now.items() if tier in (Tier.PINNED, Tier.PAGEABLE)))
+        disk_peak = max(disk_peak, sum(n for (tier, _), n in now.items() if tier is Tier.DISK))
+        for storage in ends[i]:
+            now[storage.tier, storage.kind] -= storage.n_bytes
+    moved, seconds = _channels(graph, bounds, machine)
+    return Simulation(
+        tuple(name_of(n) for n in live.nodes), tuple(curve), outside_bytes, peak + outside_bytes,  # type: ignore[arg-type]
+        name_of(live.nodes[peak_at]) if live.nodes else "", host_peak, disk_peak, moved, seconds, _step_s(seconds, machine),
+    )
+
+
+def _channels(graph: fx.Graph, bounds: Bounds, machine: Machine) -> tuple[dict[str, int], dict[str, float]]:
+    moved: Counter[str] = Counter()
+    seconds: Counter[str] = Counter()
+    for node in graph.nodes:
+        channel, s = node_s(node, bounds, machine)
+        seconds[channel.value] += s  # type: ignore[assignment]
+        if node.target in (ops.swap_in, ops.swap_out):
+            moved[channel.value] += _bytes_of(node, bounds)
+    return dict(moved), dict(seconds)
+
+
+def _bytes_of(node: fx.Node, bounds: Bounds) -> int:
+    from .graph import tensor_bytes
+
+    return tensor_bytes(node.meta["val"], bounds)
+
+
+def _step_s(seconds: dict[str, float], machine: Machine) -> float:
+    return max(seconds.values(), default=0.0) if machine.overlaps else sum(seconds.values())

@@ -1,0 +1,225 @@
+"""Which values leave the device, when, and when they return: a linear scan over the schedule.
+
+At every node its operands and results must be on the device. When they do not fit beside what is there, the value whose next use
+is furthest goes (Belady's rule, weighed by what its way out and back costs): a parameter or a value that already has a host copy
+is dropped, any other is swapped out once. So the smallest capacity that works is the largest single node plus what is fixed, and
+the scan names it exactly when it is not there.
+"""
+
+from __future__ import annotations
+
+import operator
+from bisect import bisect_right
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch.fx as fx
+
+from . import ops
+from .effects import Tier
+from .graph import Role, info, name_of, output_of
+from .liveness import Liveness, Storage, is_view
+
+NEVER = 1 << 60
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Storage `name` comes to the device before node index `before`."""
+
+    storage: Storage
+    before: int
+
+
+@dataclass(frozen=True, slots=True)
+class Spill:
+    """Storage leaves for the host: after its last use at node index `after`, gone from the device after `until`."""
+
+    storage: Storage
+    after: int
+    until: int
+
+
+@dataclass
+class Scan:
+    """What the scan decided. `shortfall_bytes` > 0: the capacity is that much too small, at node `worst`."""
+
+    loads: list[Load] = field(default_factory=list)
+    spills: list[Spill] = field(default_factory=list)
+    peak_bytes: int = 0
+    peak_index: int = 0
+    shortfall_bytes: int = 0
+    worst: int = 0
+    live_at_worst: tuple[Storage, ...] = ()
+
+    @property
+    def loaded_bytes(self) -> int:
+        return sum(load.storage.n_bytes for load in self.loads)
+
+    @property
+    def spilled_bytes(self) -> int:
+        return sum(spill.storage.n_bytes for spill in self.spills)
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """A node that computes: what it reads and makes on the device, and bytes it needs for itself while it runs."""
+
+    index: int
+    reads: tuple[Storage, ...]
+    makes: tuple[Storage, ...]
+    workspace_bytes: int
+
+
+def is_event(node: fx.Node) -> bool:
+    """True for nodes that need their operands' bytes: not views, elements of tuples, waits or the border."""
+    if node.op == "output":
+        return True
+    if node.op != "call_function" or node.target is operator.getitem:
+        return False
+    return not is_view(node) and node.target is not ops.release
+
+
+def events_of(graph: fx.Graph, live: Liveness, workspace: Callable[[fx.Node], int] = lambda node: 0) -> list[Event]:
+    """The events of the graph, in order. The border reads the forward's outputs; the output node reads the gradients."""
+    forward, gradients = output_of(graph).args[0]  # type: ignore[misc]
+    events = []
+    for i, node in enumerate(live.nodes):
+        if not is_event(node):
+            continue
+        if node.target is ops.backward:
+            sources = [v for v in forward if isinstance(v, fx.Node)]
+        elif node.op == "output":
+            sources = [v for v in (*forward, *gradients) if isinstance(v, fx.Node)]
+        else:
+            sources = node.all_input_nodes
+        reads = dict.fromkeys(s for v in sources for s in live.of.get(v, ()) if _needed(s))
+        makes = tuple(s for s in live.defined_at(node) if s.tier is Tier.DEVICE) if node.op != "output" else ()
+        events.append(Event(i, tuple(reads), makes, workspace(node)))
+    return events
+
+
+def _needed(storage: Storage) -> bool:
+    return storage.tier is Tier.DEVICE or storage.is_input
+
+
+class Spiller:
+    """One scan over the events under `capacity_bytes` (device bytes beside the `fixed` inputs)."""
+
+    def __init__(self, graph: fx.Graph, live: Liveness, events: list[Event], capacity_bytes: int, fixed: frozenset[Storage],
+                 kept: frozenset[Storage] = frozenset()) -> None:
+        self.live, self.events, self.capacity = live, events, capacity_bytes
+        self.fixed, self.kept = fixed, kept
+        self.uses: dict[Storage, list[int]] = {}
+        for event in events:
+            for storage in event.reads:
+                if storage not in fixed:
+                    self.uses.setdefault(storage, []).append(event.index)
+        forward, gradients = output_of(graph).args[0]  # type: ignore[misc]
+        returned = [v for v in (*forward, *gradients) if isinstance(v, fx.Node)]
+        self.returned = {s for v in returned for s in live.of.get(v, ()) if not s.is_input}
+        border = graph.find_nodes(op="call_function", target=ops.backward)
+        self.border = live.index[border[0]] if border else NEVER
+        self.there: dict[Storage, None] = {}
+        self.on_host: set[Storage] = set()
+        self.used_bytes = 0
+        self.result = Scan()
+
+    def run(self) -> Scan:
+        for event in self.events:
+            self._step(event)
+        return self.result
+
+    def _step(self, event: Event) -> None:
+        reads = [s for s in event.reads if s not in self.fixed]
+        missing = [s for s in reads if s not in self.there]
+        incoming = sum(s.n_bytes for s in missing) + sum(s.n_bytes for s in event.makes) + event.workspace_bytes
+        self._make_room(incoming, event, set(reads))
+        for storage in missing:
+            self.result.loads.append(Load(storage, event.index))
+            self._enter(storage)
+        for storage in event.makes:
+            self._enter(storage)
+        live_bytes = self.used_bytes + event.workspace_bytes
+        if live_bytes > self.result.peak_bytes:
+            self.result.peak_bytes, self.result.peak_index = live_bytes, event.index
+        for storage in (*reads, *event.makes):
+            if self._next_use(storage, event.index) == NEVER and storage not in self.returned:
+                self._leave(storage)
+
+    def _make_room(self, incoming: int, event: Event, reads: set[Storage]) -> None:
+        over = self.used_bytes + incoming - self.capacity
+        if over <= 0:
+            return
+        candidates = [s for s in self.there if s not in reads and not self._pinned(s, event.index)]
+        candidates.sort(key=lambda s: (-self._score(s, event.index, over), s.name))
+        for storage in candidates:
+            if over <= 0:
+                break
+            over -= storage.n_bytes
+            self._evict(storage, event.index)
+        if over > self.result.shortfall_bytes:
+            self.result.shortfall_bytes, self.result.worst = over, event.index
+            self.result.live_at_worst = tuple(self.there) + event.makes
+
+    def _pinned(self, storage: Storage, index: int) -> bool:
+        return storage in self.kept or (storage in self.returned and index > self.border)
+
+    def _score(self, storage: Storage, index: int, over: int) -> float:
+        """Higher goes first: far next use, cheap way out and back; crumbs only when nothing larger is left."""
+        distance = min(self._next_use(storage, index) - index, 1 << 30)
+        clean = storage.is_input or storage in self.on_host
+        crumb = storage.n_bytes * 32 < over
+        return distance * (1.0 if clean else 0.5) * (1e-3 if crumb else 1.0)
+
+    def _next_use(self, storage: Storage, index: int) -> int:
+        uses = self.uses.get(storage, [])
+        position = bisect_right(uses, index)
+        return uses[position] if position < len(uses) else NEVER
+
+    def _last_touch(self, storage: Storage, index: int) -> int:
+        uses = self.uses.get(storage, [])
+        position = bisect_right(uses, index - 1)
+        return uses[position - 1] if position else self.live.first[storage]
+
+    def _evict(self, storage: Storage, index: int) -> None:
+        self._leave(storage)
+        if storage.is_input or storage in self.on_host:
+            return
+        self.on_host.add(storage)
+        self.result.spills.append(Spill(storage, self._last_touch(storage, index), index - 1))
+
+    def _enter(self, storage: Storage) -> None:
+        if storage not in self.there:
+            self.there[storage] = None
+            self.used_bytes += storage.n_bytes
+
+    def _leave(self, storage: Storage) -> None:
+        if storage in self.there:
+            del self.there[storage]
+            self.used_bytes -= storage.n_bytes
+
+
+def scan(graph: fx.Graph, live: Liveness, budget_bytes: int | None, kept: frozenset[str] = frozenset(),
+         workspace: Callable[[fx.Node], int] = lambda node: 0) -> Scan:
+    """The scan of `graph` under `budget_bytes` of device memory, its device inputs included; unlimited when None.
+
+    `kept`: names of values that must not leave the device. The result's peak counts the device inputs too.
+    """
+    fixed = frozenset(s for s in live.first if s.is_input and s.tier is Tier.DEVICE)
+    fixed_bytes = sum(s.n_bytes for s in fixed)
+    capacity = NEVER if budget_bytes is None else budget_bytes - fixed_bytes
+    stay = frozenset(s for s in live.first if s.name in kept)
+    found = Spiller(graph, live, events_of(graph, live, workspace), capacity, fixed, stay).run()
+    found.peak_bytes += fixed_bytes
+    return found
+
+
+def base_nodes(live: Liveness) -> dict[Storage, fx.Node]:
+    """The node that names each Storage: its producer, or the element of the producer's tuple."""
+    found: dict[Storage, fx.Node] = {}
+    for node in live.nodes:
+        storages = live.of.get(node, ())
+        if len(storages) == 1 and storages[0] not in found and not isinstance(node.meta.get("val"), (tuple, list)):
+            found[storages[0]] = node
+    return found

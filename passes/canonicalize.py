@@ -1,0 +1,142 @@
+"""canonicalize: one form for equal programs. Views become reshapes, detours and duplicates go, nodes get canonical names.
+
+Nothing here changes a bit of any result. A reshape stands for every view because the executor must not depend on the strides
+that tracing assumed: where the real tensor's strides differ, reshape copies and view would fail.
+"""
+
+from __future__ import annotations
+
+import operator
+import sys
+
+import torch
+import torch.fx as fx
+
+from fxoffload import joint, ops
+from fxoffload.liveness import is_view
+from fxoffload.pipeline import Context, Pass
+
+_aten = torch.ops.aten
+_IDENTITIES = frozenset({_aten.detach.default, _aten.alias.default, _aten.lift_fresh_copy.default})
+_VIEWS = frozenset({_aten.view.default, _aten._unsafe_view.default})
+_TRANSPOSES = frozenset({_aten.t.default})
+
+
+def run(graph: fx.Graph, ctx: Context) -> fx.Graph:
+    """The canonical form of `graph`; every node named."""
+    for node in list(graph.nodes):
+        if node.op == "call_function":
+            _simplify(graph, node)
+    _merge_duplicates(graph)
+    graph.eliminate_dead_code(_is_impure)
+    _getitems_follow_their_tuple(graph)
+    joint.name_nodes(graph)
+    return graph
+
+
+def _simplify(graph: fx.Graph, node: fx.Node) -> None:
+    if node.target in _VIEWS:
+        node.target = _aten.reshape.default
+    source = node.args[0] if node.args else None
+    if not isinstance(source, fx.Node):
+        return
+    if node.target in _IDENTITIES and _same_value(node, source):
+        _replace(graph, node, source)
+    elif node.target in _TRANSPOSES and source.target is node.target:
+        _replace(graph, node, source.args[0])  # type: ignore[arg-type]
+    elif node.target is _aten.slice.Tensor and _whole_slice(node):
+        _replace(graph, node, source)
+
+
+def _whole_slice(node: fx.Node) -> bool:
+    start = node.args[2] if len(node.args) > 2 else None
+    end = node.args[3] if len(node.args) > 3 else None
+    step = node.args[4] if len(node.args) > 4 else 1
+    return start in (None, 0) and step == 1 and (end is None or (isinstance(end, int) and end == sys.maxsize))
+
+
+def _same_value(node: fx.Node, source: fx.Node) -> bool:
+    a, b = node.meta.get("val"), source.meta.get("val")
+    return isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and a.dtype == b.dtype
+
+
+def _replace(graph: fx.Graph, node: fx.Node, source: fx.Node) -> None:
+    node.replace_all_uses_with(source)
+    graph.erase_node(node)
+
+
+def _is_impure(node: fx.Node) -> bool:
+    if node.op in ("placeholder", "output"):
+        return True
+    spec = ops.spec_of(node)
+    if spec is not None:
+        return not spec.pure
+    return writes_input(node) or node.is_impure()
+
+
+def writes_input(node: fx.Node) -> bool:
+    """True when the op writes into an argument."""
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and schema.is_mutable
+
+
+def _is_random(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+
+
+def _merge_duplicates(graph: fx.Graph) -> None:
+    """Equal ops on equal operands become one. Random ops and ops that write stay; so does what only reads memory's shape."""
+    seen: dict[object, fx.Node] = {}
+    for node in list(graph.nodes):
+        if node.op != "call_function" or _is_random(node) or writes_input(node) or ops.spec_of(node) is not None:
+            continue
+        key = _key(node)
+        if key is None:
+            continue
+        first = seen.setdefault(key, node)
+        if first is not node:
+            _replace(graph, node, first)
+
+
+def _key(node: fx.Node) -> object | None:
+    if not isinstance(node.target, torch._ops.OpOverload) and node.target is not operator.getitem:
+        return None
+    parts: list[object] = [node.target]
+    for value in (node.args, tuple(sorted(node.kwargs.items()))):
+        _flatten(value, parts)
+    return tuple(parts)
+
+
+def _flatten(value: object, parts: list[object]) -> None:
+    if isinstance(value, (tuple, list)):
+        parts.append(("(", len(value)))
+        for item in value:
+            _flatten(item, parts)
+    elif isinstance(value, fx.Node):
+        parts.append(value)
+    else:
+        parts.append((type(value), repr(value)))
+
+
+def _getitems_follow_their_tuple(graph: fx.Graph) -> None:
+    """An element of a tuple is named right after the tuple, so the tuple itself dies there."""
+    for node in list(graph.nodes):
+        if node.target is operator.getitem and not is_view(node.args[0]):
+            source = node.args[0]
+            last = source
+            while last.next.target is operator.getitem and last.next.args[0] is source:
+                last = last.next
+            if node is not last and not (node.prev is last or _between(source, node, last)):
+                last.append(node)
+
+
+def _between(source: fx.Node, node: fx.Node, last: fx.Node) -> bool:
+    current = source.next
+    while current is not last.next:
+        if current is node:
+            return True
+        current = current.next
+    return False
+
+
+PASS = Pass("canonicalize", run, provides=frozenset({"functional"}))

@@ -1,0 +1,44 @@
+"""insert-checkpoint: every value the plan recomputes is read in backward through a `checkpoint` node.
+
+The node is logical: it marks the border of a recomputed region in the dump, and `recompute` lowers it.
+"""
+
+from __future__ import annotations
+
+import torch.fx as fx
+
+from fxoffload import ops
+from fxoffload.graph import NodeInfo, Names, border_of, by_name, name_of
+from fxoffload.pipeline import Context, Pass
+from fxoffload.plan import Recompute
+
+
+def run(graph: fx.Graph, ctx: Context) -> fx.Graph:
+    """`graph` with one checkpoint per Recompute decision, at the start of backward."""
+    border = border_of(graph)
+    if border is None or ctx.plan is None:
+        return graph
+    nodes, names = by_name(graph), Names(graph)
+    in_backward = _after(graph, border)
+    for decision in ctx.plan.decisions:
+        if not isinstance(decision, Recompute):
+            continue
+        value = nodes[decision.value]
+        with graph.inserting_after(border):
+            marker = graph.call_function(ops.checkpoint, (value,))
+        marker.meta = {"val": value.meta["val"], "fxo": NodeInfo(names.fresh(name_of(value), "!"))}
+        value.replace_all_uses_with(marker, lambda user: user in in_backward)
+    return graph
+
+
+def _after(graph: fx.Graph, border: fx.Node) -> set[fx.Node]:
+    found: set[fx.Node] = set()
+    node = border.next
+    while node.op != "root":
+        if node.op != "output":
+            found.add(node)
+        node = node.next
+    return found
+
+
+PASS = Pass("insert-checkpoint", run)

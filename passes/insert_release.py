@@ -1,0 +1,38 @@
+"""insert-release: every device Storage that the graph makes and does not return ends in one `release`, right after its last use.
+
+The end of a borrow is a use: a Storage that a Transfer reads is released after the wait, not after the start. A tuple's elements
+are released one by one; an element that no getitem takes has no name and dies with the tuple, at its last getitem.
+"""
+
+from __future__ import annotations
+
+import torch.fx as fx
+
+from fxoffload import ops
+from fxoffload.effects import Tier
+from fxoffload.graph import INFO, NodeInfo, name_of
+from fxoffload.liveness import base_nodes, liveness
+from fxoffload.pipeline import Context, Pass
+
+
+def run(graph: fx.Graph, ctx: Context) -> fx.Graph:
+    """`graph` with its releases."""
+    live = liveness(graph, ctx.bounds)
+    ends: dict[int, list[fx.Node]] = {}
+    for storage, node in base_nodes(live).items():
+        if storage.tier is Tier.DEVICE and storage not in live.escapes:
+            ends.setdefault(live.last[storage], []).append(node)
+    for index, values in ends.items():
+        for value in reversed(values):
+            with graph.inserting_after(live.nodes[index]):
+                release = graph.call_function(ops.release, (value,))
+            release.meta[INFO] = NodeInfo(f"{name_of(value)}/release")
+    return graph
+
+
+PASS = Pass(
+    "insert-release",
+    run,
+    requires=frozenset({"functional", "lowered", "awaited"}),
+    provides=frozenset({"released"}),
+)

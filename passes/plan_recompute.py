@@ -1,0 +1,123 @@
+"""plan-recompute: which forward values backward computes again instead of reading saved ones.
+
+Option `keep`: "all" saves every value backward reads; "costly" recomputes what costs no more than reading its operands
+(pointwise ops, casts, norms); "blocks" saves only what crosses the border of a repeated block (a numbered module), and what
+is costly outside of blocks; "inputs" saves nothing. What only parameters feed is recomputed always, so that no gathered parameter
+or view of one is ever saved. Option `blocks`: how many of the blocks, in order, "blocks" applies to (default all).
+"""
+
+from __future__ import annotations
+
+import re
+
+import torch
+import torch.fx as fx
+
+from fxoffload.effects import Tier
+from fxoffload.cost import flops
+from fxoffload.graph import Bounds, Role, border_of, info, name_of, output_of
+from fxoffload.liveness import Liveness, Storage, is_view, liveness
+from fxoffload.pipeline import Context, Pass
+from fxoffload.plan import Decision, Recompute
+from fxoffload.spill import base_nodes
+
+_BLOCK = re.compile(r"^(?:.*?\.)?\d+(?=[./])")
+_COSTLY = frozenset({"embedding", "sort", "topk", "cumsum", "convolution", "native_batch_norm", "_native_batch_norm_legit"})
+
+
+def run(graph: fx.Graph, ctx: Context, keep: str = "all", blocks: int | None = None) -> tuple[Decision, ...]:
+    """One Recompute decision per value, in graph order. Raises ValueError for an unknown `keep`."""
+    if keep not in ("all", "costly", "blocks", "inputs"):
+        raise ValueError(f"plan-recompute: keep must be all, costly, blocks or inputs, got {keep!r}")
+    border = border_of(graph)
+    if border is None:
+        return ()
+    live = liveness(graph, ctx.bounds)
+    values = _forward_values(graph, live, border)
+    closure = _parameter_closure(graph, live, border)
+    chosen = {name_of(values[s]) for s in values if _recomputed(s, values[s], closure, live, border, keep, blocks, ctx.bounds)}
+    chosen -= {decision for decision in ctx.kept_values}
+    chosen |= {name_of(v) for v in values.values() if name_of(v) in ctx.recomputed_values}
+    return tuple(Recompute(name_of(node)) for node in values.values() if name_of(node) in chosen)
+
+
+def _forward_values(graph: fx.Graph, live: Liveness, border: fx.Node) -> dict[Storage, fx.Node]:
+    """Every Storage forward makes that may be made again, under the node that names it."""
+    end = live.index[border]
+    returned = {s for v in output_of(graph).args[0][0] if isinstance(v, fx.Node) for s in live.of.get(v, ())}  # type: ignore[index]
+    found = {}
+    for storage, node in base_nodes(live).items():
+        if storage.is_input or storage in returned or live.first[storage] >= end or node.op != "call_function":
+            continue
+        if storage.tier is Tier.DEVICE and not is_view(node) and not _writes(node):
+            found[storage] = node
+    return found
+
+
+def _writes(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and schema.is_mutable
+
+
+def _parameter_closure(graph: fx.Graph, live: Liveness, border: fx.Node) -> set[fx.Node]:
+    """Forward nodes fed by parameters alone (casts, transposes, dequantization, norms of weights)."""
+    closure: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node is border:
+            break
+        if node.op == "placeholder" and info(node).role in (Role.PARAMETER,):
+            closure.add(node)
+        elif node.op == "call_function" and node.all_input_nodes and all(o in closure for o in node.all_input_nodes):
+            if not (isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags):
+                closure.add(node)
+    return closure
+
+
+def _recomputed(storage: Storage, node: fx.Node, closure: set[fx.Node], live: Liveness, border: fx.Node, keep: str,
+                blocks: int | None, bounds: Bounds) -> bool:
+    if node in closure:
+        return True
+    if keep == "all":
+        return False
+    if keep == "inputs":
+        return True
+    if keep == "blocks":
+        block = block_of(name_of(node))
+        if block is not None and _position(block) < (blocks if blocks is not None else 1 << 30):
+            return not _crosses(storage, block, live, border)
+    return is_cheap(node, bounds)
+
+
+def block_of(name: str) -> str | None:
+    """The repeated block a canonical name lies in: its module path up to the first numbered module; None outside."""
+    found = _BLOCK.match(name)
+    return found.group(0) if found else None
+
+
+def _position(block: str) -> int:
+    return int(block.rsplit(".", 1)[-1])
+
+
+def _crosses(storage: Storage, block: str, live: Liveness, border: fx.Node) -> bool:
+    """True when forward reads the value outside its block."""
+    end = live.index[border]
+    for i in live.uses[storage]:
+        node = live.nodes[i]
+        if i < end and not is_view(node) and node.op == "call_function" and block_of(name_of(node)) != block:
+            return True
+    return False
+
+
+def is_cheap(node: fx.Node, bounds: Bounds) -> bool:
+    """True when making the value again costs about what reading its operands does."""
+    source = node.args[0] if getattr(node.target, "__name__", "") == "getitem" else node
+    assert isinstance(source, fx.Node)
+    name = getattr(getattr(source.target, "_schema", None), "name", "").split("::")[-1]
+    if name in _COSTLY or not isinstance(source.target, torch._ops.OpOverload):
+        return False
+    if torch.Tag.nondeterministic_seeded in source.target.tags or source.target.namespace != "aten":
+        return False
+    return flops(source, bounds) == 0 and "attention" not in name
+
+
+PASS = Pass("plan-recompute", run)

@@ -1,0 +1,52 @@
+"""plan-swap: when each parameter is gathered and which values leave the device and return, under the device budget.
+
+Runs on a graph whose recomputation is already decided. Belady's rule over the schedule (fxoffload/spill.py) chooses; a machine
+whose transfers overlap with compute starts them earlier, as far as the memory left over allows.
+"""
+
+from __future__ import annotations
+
+import torch.fx as fx
+
+from fxoffload.effects import Tier
+from fxoffload.errors import PlanError
+from fxoffload.graph import border_of, info, name_of
+from fxoffload.liveness import Liveness, liveness
+from fxoffload.pipeline import Context, Pass
+from fxoffload.plan import Decision, Gather, SwapIn, SwapOut
+from fxoffload.spill import Scan, base_nodes, scan
+
+
+def decisions_of(live: Liveness, scan: Scan, tier: Tier, border: int) -> tuple[Decision, ...]:
+    """The scan's loads and spills as decisions by canonical name."""
+    bases, nodes = base_nodes(live), live.nodes
+    made: list[tuple[int, Decision]] = []
+    for spill in scan.spills:
+        base = bases[spill.storage]
+        after = max(spill.after, live.index[base])
+        after = spill.until if after < border <= spill.until else after
+        made.append((spill.until, SwapOut(name_of(base), tier, name_of(nodes[max(after, live.index[base])]), name_of(nodes[spill.until]))))
+    for load in scan.loads:
+        before = name_of(nodes[load.before])
+        base = bases[load.storage]
+        if load.storage.is_input:
+            made.append((load.before, Gather(info(base).fqn or name_of(base), before, before)))
+        else:
+            made.append((load.before, SwapIn(name_of(base), before, before)))
+    made.sort(key=lambda pair: pair[0])
+    return tuple(decision for _, decision in made)
+
+
+def run(graph: fx.Graph, ctx: Context) -> tuple[Decision, ...]:
+    """The decisions for `graph` under `ctx.device_budget_bytes` (unlimited when None). Raises PlanError when it cannot fit."""
+    live = liveness(graph, ctx.bounds)
+    found = scan(graph, live, ctx.device_budget_bytes, kept=ctx.kept_values)
+    if found.shortfall_bytes:
+        raise PlanError(
+            f"{found.shortfall_bytes} bytes short at {name_of(live.nodes[found.worst])}", shortfall_bytes=found.shortfall_bytes
+        )
+    border = border_of(graph)
+    return decisions_of(live, found, ctx.swap_tier, live.index[border] if border is not None else -1)
+
+
+PASS = Pass("plan-swap", run)
