@@ -10,7 +10,7 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,7 +54,6 @@ class Outcome:
 
     losses: tuple[float, ...]
     weights: dict[str, torch.Tensor]
-    seconds: float
 
 
 def main() -> int:
@@ -65,8 +64,8 @@ def main() -> int:
     budget = parse_bytes(options.device_budget, "--device-budget")
     sizes = measure_sizes(batches.batch(0))
     show_budget(budget, sizes)
-    plain = train(build_model(), batches, options.steps)
-    console.print(f"plain PyTorch: {options.steps} steps in {plain.seconds:.1f} s")
+    with _timed(f"plain PyTorch: {options.steps} steps"):
+        plain = train(build_model(), batches, options.steps)
     compiled, within_budget = train_in_budget(batches, budget, options.steps, options.out)
     return 0 if show_losses(plain, compiled) and within_budget else 1
 
@@ -146,33 +145,32 @@ def train(model: torch.nn.Module, batches: Batches, n_steps: int) -> Outcome:
     """The user's own loop, with AdamW; the same for both runs."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4)
     losses = []
-    started = time.perf_counter()
     for step in range(n_steps):
         loss = model(**batches.batch(step)).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    return Outcome(tuple(losses), _copies(model), time.perf_counter() - started)
+    return Outcome(tuple(losses), {name: weight.detach().clone() for name, weight in model.named_parameters()})
 
 
 def train_in_budget(batches: Batches, budget: int, n_steps: int, out: Path) -> tuple[Outcome, bool]:
     """The run through fxoffload.compile, and whether its measured peak kept the prediction and the budget."""
-    with measure_device_peak(CPU) as peak, _timed("fxoffload.compile"):
-        model = fxoffload.compile(
-            build_model(), batches.batch(0), device="cpu", device_budget=budget, optimizer="adamw", dump_dir=out / "dumps"
-        )
     with measure_device_peak(CPU) as peak:
-        outcome = train(model, batches, n_steps)
-        measured = peak()
-    console.print(f"fxoffload: {n_steps} steps in {outcome.seconds:.1f} s")
+        with _timed("fxoffload.compile"):
+            model = fxoffload.compile(
+                build_model(), batches.batch(0), device="cpu", device_budget=budget, optimizer="adamw", dump_dir=out / "dumps"
+            )
+        with _timed(f"fxoffload: {n_steps} steps"):
+            outcome = train(model, batches, n_steps)
+        measured = peak(model)
     plan = model.fxoffload.plan
     console.print(plan_table(plan, "The plan"))
     show_moved(dict(model.fxoffload.transferred), n_steps)
     model.fxoffload.report(str(out / "report.html"))
     model.fxoffload.close()
     predicted = plan.predicted.device_peak_bytes
-    console.print(f"device peak: predicted {predicted} bytes, measured {measured} bytes, budget {budget} bytes")
+    console.print(f"device peak: predicted {format_bytes(predicted)}, measured {format_bytes(measured)}, budget {format_bytes(budget)}")
     console.print(f"graph dumps in {out / 'dumps'}, memory timeline in {out / 'report.html'}")
     return outcome, predicted <= budget and measured is not None and measured <= predicted
 
@@ -193,13 +191,10 @@ def show_losses(plain: Outcome, compiled: Outcome) -> bool:
         table.add_row(str(step), repr(a), repr(b), "yes" if a == b else "NO")
     console.print(table)
     different = [name for name, weight in plain.weights.items() if not torch.equal(weight, compiled.weights[name])]
-    n_weights = len(plain.weights)
-    console.print(f"trained weights bitwise equal: {n_weights - len(different)} of {n_weights}" + (f"; first different: {different[0]}" if different else ""))
+    n_equal = len(plain.weights) - len(different)
+    note = f"; first different: {different[0]}" if different else ""
+    console.print(f"trained weights bitwise equal: {n_equal} of {len(plain.weights)}{note}")
     return plain.losses == compiled.losses and not different
-
-
-def _copies(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
 @contextmanager

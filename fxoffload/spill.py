@@ -123,11 +123,13 @@ class Spiller:
         self.there: dict[Storage, None] = {}
         self.on_host: set[Storage] = set()
         self.used_bytes = 0
+        self.previous = 0
         self.result = Scan()
 
     def run(self) -> Scan:
         for event in self.events:
             self._step(event)
+            self.previous = event.index
         return self.result
 
     def _step(self, event: Event) -> None:
@@ -187,7 +189,7 @@ class Spiller:
         if storage.is_input or storage in self.on_host:
             return
         self.on_host.add(storage)
-        self.result.spills.append(Spill(storage, self._last_touch(storage, index), index - 1))
+        self.result.spills.append(Spill(storage, self._last_touch(storage, index), self.previous))
 
     def _enter(self, storage: Storage) -> None:
         if storage not in self.there:

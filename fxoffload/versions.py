@@ -28,6 +28,13 @@ def base_of(node: fx.Node) -> fx.Node:
         return node
 
 
+def last_element(node: fx.Node) -> fx.Node:
+    """The last of the `getitem` nodes that follow a tuple's producer: only behind them is the tuple itself gone."""
+    while node.next.target is operator.getitem:
+        node = node.next
+    return node
+
+
 def reload(graph: fx.Graph, returns: Mapping[fx.Node, Sequence[tuple[fx.Node, Build]]]) -> None:
     """Inserts the versions and moves uses to them, in place.
 

@@ -11,7 +11,7 @@ from fxoffload import ops
 from fxoffload.graph import INFO, NodeInfo, Names, by_name, name_of
 from fxoffload.pipeline import Context, Pass
 from fxoffload.plan import SwapIn, SwapOut
-from fxoffload.versions import Build, reload
+from fxoffload.versions import Build, last_element, reload
 
 
 def run(graph: fx.Graph, ctx: Context) -> fx.Graph:
@@ -35,7 +35,7 @@ def run(graph: fx.Graph, ctx: Context) -> fx.Graph:
 
 def _swap_out(graph: fx.Graph, nodes: dict[str, fx.Node], names: Names, decision: SwapOut, ctx: Context) -> fx.Node:
     value = nodes[decision.value]
-    with graph.inserting_after(nodes[decision.after]):
+    with graph.inserting_after(last_element(nodes[decision.after])):
         start = graph.call_function(ops.swap_out, (value, ctx.host, decision.tier.value))  # type: ignore[arg-type]
     with graph.inserting_after(start):
         ready = graph.call_function(ops.wait, (start,))

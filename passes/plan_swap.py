@@ -23,9 +23,10 @@ def decisions_of(live: Liveness, scan: Scan, tier: Tier, border: int) -> tuple[D
     made: list[tuple[int, Decision]] = []
     for spill in scan.spills:
         base = bases[spill.storage]
+        until = max(spill.until, live.index[base])
         after = max(spill.after, live.index[base])
-        after = spill.until if after < border <= spill.until else after
-        made.append((spill.until, SwapOut(name_of(base), tier, name_of(nodes[max(after, live.index[base])]), name_of(nodes[spill.until]))))
+        after = until if after < border <= until else after
+        made.append((until, SwapOut(name_of(base), tier, name_of(nodes[after]), name_of(nodes[until]))))
     for load in scan.loads:
         before = name_of(nodes[load.before])
         base = bases[load.storage]

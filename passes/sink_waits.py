@@ -8,6 +8,7 @@ from fxoffload import ops
 from fxoffload.graph import by_name
 from fxoffload.pipeline import Context, Pass
 from fxoffload.plan import SwapOut
+from fxoffload.versions import last_element
 
 
 def run(graph: fx.Graph, ctx: Context) -> fx.Graph:
@@ -18,7 +19,7 @@ def run(graph: fx.Graph, ctx: Context) -> fx.Graph:
     for decision in ctx.plan.decisions:
         if isinstance(decision, SwapOut) and decision.until != decision.after:
             ready = nodes[f"{decision.value}^0"]
-            nodes[decision.until].append(ready)
+            last_element(nodes[decision.until]).append(ready)
     return graph
 
 

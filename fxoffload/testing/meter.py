@@ -12,20 +12,19 @@ from torch.utils._pytree import tree_leaves
 
 
 class DeviceMeter(TorchDispatchMode):
-    """Counts the bytes of CPU storages that operators allocate inside the context, forward and backward, until they die.
+    """Counts the bytes of CPU storages that operators allocate inside the context, in forward and backward.
 
     A storage is counted from the operator that returns it until its last tensor is gone, also after the context has
     ended; storages that were there before count only if `include`d. Host-tier storages are left out: those given to
     `ignore` and those of results for which `is_host` says so.
 
-    On the same eager program the curve equals the simulated device's, with these differences, all of which make the
-    device's count the larger one or come from another operator being run there:
+    The same operators give the simulated device's curve to the byte, but for what one operator allocates and frees
+    inside (its copies of convolution's operands, the indices of a boolean mask) and for `torch.tensor(data)`, which
+    enters by no operator: both are counted there and not here. Other operators run, hence other curves, for
 
-    - the inside of one operator is invisible here, while compositions that run on the device allocate there
-      (`torch._foreach_*`, hence AdamW with foreach=True, the default on an accelerator and not on the CPU);
-    - `torch.tensor(data)` enters by no operator that allocates, and is not counted here;
-    - F.dropout saves a mask of one byte per element on a device, and noise in the dtype of its input on the CPU;
-    - scaled_dot_product_attention takes the math path on the simulated device, with S x S values, and flash on the CPU.
+    - F.dropout: a device saves a mask of one byte per element, the CPU noise in the dtype of the input;
+    - scaled_dot_product_attention: the simulated device takes the math path, with S x S values, the CPU flash;
+    - optimizers with foreach=None: an accelerator takes the foreach variant, whose temporaries are all alive at once.
     """
 
     def __init__(self, is_host: Callable[[torch.Tensor], bool] | None = None) -> None:
@@ -97,5 +96,7 @@ class DeviceMeter(TorchDispatchMode):
 
 def _cpu_tensors(values: object) -> Iterator[torch.Tensor]:
     for value in tree_leaves(values):
-        if isinstance(value, torch.Tensor) and value.layout == torch.strided and value.untyped_storage().device.type == "cpu":
+        if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
+            continue
+        if value.untyped_storage().device.type == "cpu":  # asked of the storage: that of a fake CPU tensor is on meta
             yield value

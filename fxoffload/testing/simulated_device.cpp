@@ -118,7 +118,7 @@ c10::DataPtr adopt(const c10::Storage& host) {
 class Allocator final : public c10::DeviceAllocator {
  public:
   c10::DataPtr allocate(size_t n_bytes) override {
-    auto block = std::make_unique<Block>(static_cast<int64_t>(n_bytes));  // charged first: no host bytes when it is full
+    auto block = std::make_unique<Block>(static_cast<int64_t>(n_bytes));  // charged before there are bytes
     return Block::hand_out(
         std::move(block), c10::Storage(c10::Storage::use_byte_size_t(), n_bytes, c10::GetAllocator(c10::kCPU), false));
   }
@@ -262,10 +262,10 @@ class Loan {
     }
     auto* impl = device.unsafeGetStorageImpl();
     c10::raw::intrusive_ptr::incref(impl);  // the bytes live as long as any host tensor over them
-    auto give_back = [](void* storage) { c10::raw::intrusive_ptr::decref(static_cast<c10::StorageImpl*>(storage)); };
+    const auto give_back = [](void* lent) { c10::raw::intrusive_ptr::decref(static_cast<c10::StorageImpl*>(lent)); };
     c10::Storage host(
         c10::Storage::use_byte_size_t(), device.nbytes(),
-        c10::DataPtr(impl->mutable_data(), impl, give_back, c10::Device(c10::kCPU)), c10::GetAllocator(c10::kCPU), true);
+        c10::DataPtr(impl->mutable_data(), impl, give_back, c10::kCPU), c10::GetAllocator(c10::kCPU), true);
     storages_.emplace_back(device, host);
     return host;
   }
@@ -284,7 +284,10 @@ class Loan {
       if (!storage.is_alias_of(device.storage())) {
         device.unsafeGetTensorImpl()->set_storage_keep_dtype(std::move(storage));
       }
-      copy_geometry(host, device);
+      if (host.sizes() != device.sizes() || host.strides() != device.strides() ||
+          host.storage_offset() != device.storage_offset()) {
+        copy_geometry(host, device);
+      }
     }
   }
 
@@ -594,7 +597,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   impl_boxed<&run_on_host>(library, kAtenFunctional);
 }
 
-// A copy may read and write lazily conjugated or negated memory; the generic rule would materialize it by a copy, for ever.
+// A copy reads and writes lazily conjugated or negated memory; the generic rule would materialize it by a copy, and so
+// on for ever.
 TORCH_LIBRARY_IMPL(aten, Conjugate, library) {
   library.impl("_copy_from", torch::CppFunction::makeFallthrough());
 }

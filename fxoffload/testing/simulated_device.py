@@ -102,7 +102,7 @@ class SimulatedDevice:
 
 @functools.cache
 def install() -> SimulatedDevice:
-    """The device, registered with torch as "fxsim" and as the module `torch.fxsim`; built on the first call on a machine.
+    """The device, registered with torch as "fxsim" and as the module `torch.fxsim`; the first call ever builds it.
 
     Raises NoCompilerError (a RuntimeError) without a C++ compiler; RuntimeError when the build fails, when another
     out-of-tree device is registered in this process (torch has room for one), or when a backward has already run.
@@ -144,7 +144,7 @@ def _build(library: Path) -> None:
 
     compiler = shutil.which(get_cxx_compiler())
     if compiler is None:
-        raise NoCompilerError(f"the simulated device is C++ built on first use, and no {get_cxx_compiler()!r} was found")
+        raise NoCompilerError(f"the simulated device is C++ built on first use; no {get_cxx_compiler()!r} was found")
     library.parent.mkdir(parents=True, exist_ok=True)
     # One command without ninja, which is often in the environment but not on the PATH of a bare `.venv/bin/python`.
     # In a folder of its own, then moved: a build that is killed or runs twice at once never leaves half a library.

@@ -172,7 +172,7 @@ def _train_step(run: _Run, progress: Progress) -> tuple[Progress, StepReport]:
     progress = dataclasses.replace(
         progress, step=step, batches_seen=seen, losses=(*progress.losses, loss), eval_losses=evals
     )
-    report = StepReport(step, run.total_steps, loss, learning_rate, step_s, n_tokens, run.peak(), eval_loss)
+    report = StepReport(step, run.total_steps, loss, learning_rate, step_s, n_tokens, run.peak(run.trained.model), eval_loss)
     return progress, report
 
 
@@ -243,7 +243,7 @@ def _result(run: _Run, progress: Progress, resume: Path | None, reports: list[St
         losses=progress.losses, eval_losses=progress.eval_losses, resumed_from=None if resume is None else str(resume),
         step_s=tuple(report.step_s for report in reports),
         tokens_per_s=sum(report.n_tokens for report in steady) / seconds if seconds > 0 else None,
-        device_peak_bytes=run.peak(), predicted_device_peak_bytes=predicted, device_budget_bytes=budget,
+        device_peak_bytes=run.peak(run.trained.model), predicted_device_peak_bytes=predicted, device_budget_bytes=budget,
         checkpoint=None if saved is None else str(saved),
     )
 

@@ -1,0 +1,31 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fxoffload import ops, text
+from fxoffload.errors import VerifyError
+from fxoffload.pipeline import Context, get_pass, parse_pipeline
+from fxoffload.testing.golden import assert_golden
+
+GOLDEN = Path(__file__).with_name("insert_release.ir")
+RELEASE = get_pass("insert-release")
+
+
+def test_insert_release_writes_the_golden_text() -> None:
+    assert_golden(GOLDEN, lambda graph, bounds: RELEASE.run(graph, Context(bounds)), facts=frozenset({"released"}))
+
+
+def test_insert_release_refuses_a_transfer_that_nobody_awaits() -> None:
+    graph = text.parse('graph "g"\n%w: f32[8]@pinned = input\n%a: f32[8] = fxo.swap_in %w, device\nreturn ()')
+    with pytest.raises(VerifyError, match="open Transfer"):
+        parse_pipeline("insert-release").run(graph)
+
+
+def test_insert_release_after_itself_would_release_twice_and_is_refused() -> None:
+    graph = text.parse('graph "g"\n%x: f32[8] = input\n%a: f32[8] = aten.relu %x\n%b: f32[8] = aten.neg %a\nreturn (%b)')
+    once = parse_pipeline("insert-release").run(graph)
+    assert len(once.find_nodes(op="call_function", target=ops.release)) == 1
+    with pytest.raises(VerifyError, match="insert-release"):
+        parse_pipeline("insert-release").run(once)
