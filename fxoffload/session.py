@@ -21,6 +21,7 @@ from .graph import Bounds, Role, border_of, copy_graph, info
 from .integrations import transformers
 from .joint import InputRef, step_graph
 from .machine import Machine
+from .neutral import neutralize
 from .outputs import has_shadows, only_loss, with_lazy_outputs
 from .pipeline import Context, get_pass
 from .plan import GraphPlan, Plan, Prediction, Recompute, Reside
@@ -211,6 +212,8 @@ class Session:
     def backend(self, gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         """Dynamo's backend: plans and lowers the graph it captured."""
         self._refs = input_refs(gm, self._scope, self.model)
+        neutralize(gm.graph)
+        gm.recompile()
         compiler = aot_backend(self._compile_half, self._compile_backward, self._compile_inference, self._partition)
         return compiler(gm, example_inputs)  # type: ignore[no-any-return]
 

@@ -155,7 +155,7 @@ def _travel(draw: st.DrawFn, lines: list[str], k: int) -> str | None:
         at = draw(st.integers(at + 1, len(lines)))
         lines.insert(at, step)
     if draw(st.booleans()):
-        lines.insert(draw(st.integers(1, len(lines))), f"fxo.release {name}")
+        lines.insert(draw(st.integers(1, len(lines))), f'fxo.release {name} {{name="drop{k}"}}')
     if draw(st.booleans()):
         lines.insert(draw(st.integers(1, len(lines))), f"fxo.release %in{k}")
     return f"last{k}"

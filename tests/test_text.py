@@ -94,10 +94,10 @@ def test_any_name_constant_dtype_and_stride_returns_from_text(calls: list[tuple[
     graph, mode = fx.Graph(), FakeTensorMode()
     previous: list[object] = []
     for name, constants, dtype, sizes, transposed in calls:
-        node = graph.call_function(operator.getitem, (*previous, *constants), {"key": constants})
+        node = graph.call_function(operator.add, (*previous, *constants), {"key": constants})
         with mode:
             value = torch.empty(sizes, dtype=dtype)
-        node.meta = {"val": value.permute(*range(len(sizes))[::-1]) if transposed else value, INFO: NodeInfo(name)}
+        node.meta = {"val": value.permute(list(range(len(sizes)))[::-1]) if transposed else value, INFO: NodeInfo(name)}
         previous = [node]
     graph.output(tuple(previous))
     again = text.parse(text.render(graph))

@@ -18,7 +18,8 @@ from fxoffload.cli import calibrate, check, diff, inspect, opt, plan, train
 from fxoffload.errors import PlanError, VerifyError
 
 FAILED, BAD_ARGUMENTS, INTERRUPTED = 1, 2, 130
-_USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]  # typer exports only its subclass, before and after it vendored click
+# typer exports only its subclass; the class itself is click's in older versions and a vendored one in newer
+_USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]
 
 app = typer.Typer(
     add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,

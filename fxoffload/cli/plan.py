@@ -84,7 +84,8 @@ def _call_plan(config: transformers.PretrainedConfig, shape: tuple[int, int], op
 
 
 def _plan_options(
-    device_budget: str, host_budget: str | None, lora: str | None, load_in: LoadIn | None, machine: str | None, optimizer: str, dtype: Dtype
+    device_budget: str, host_budget: str | None, lora: str | None, load_in: LoadIn | None, machine: str | None, optimizer: str,
+    dtype: Dtype,
 ) -> dict[str, Any]:
     from fxoffload.training.config import QuantizationOptions
     from fxoffload.training.model import lora_config, quantization_config

@@ -162,7 +162,8 @@ def _train_step(run: _Run, progress: Progress) -> tuple[Progress, StepReport]:
     step = progress.step + 1
     loss, n_tokens = _accumulate_gradients(run, progress.batches_seen)
     if not math.isfinite(loss):
-        raise FloatingPointError(f"step {step}: the loss is {loss}; lower optimizer.lr or look at the data of batch {progress.batches_seen}")
+        cause = f"lower optimizer.lr or look at the data of batch {progress.batches_seen}"
+        raise FloatingPointError(f"step {step}: the loss is {loss}; {cause}")
     learning_rate = float(run.trained.optimizer.param_groups[0]["lr"])
     _update(run)
     step_s = time.perf_counter() - started

@@ -126,7 +126,8 @@ def _base_model(config: TrainConfig, stored: Path | None) -> torch.nn.Module:
 
 
 def _add_adapters(model: torch.nn.Module, options: LoraOptions, checkpoint: Path | None) -> torch.nn.Module:
-    adapted = peft.get_peft_model(cast(transformers.PreTrainedModel, model), lora_config(options), autocast_adapter_dtype=options.adapter_dtype == "fp32")
+    base = cast(transformers.PreTrainedModel, model)
+    adapted = peft.get_peft_model(base, lora_config(options), autocast_adapter_dtype=options.adapter_dtype == "fp32")
     if checkpoint is not None:
         unknown = peft.set_peft_model_state_dict(adapted, load_file(checkpoint / ADAPTER_FILE)).unexpected_keys
         if unknown:

@@ -58,9 +58,9 @@ def test_random_weights_from_a_config_resume_too(configure: Configure, assets: P
 
 
 def test_evaluation_changes_no_training_loss(configure: Configure, tmp_path: Path) -> None:
-    changes = {"eval": {"every": 2, "fraction": 0.2}}
+    changes = {"eval": {"every": 2, "fraction": 0.02}}
     result = train(configure(**changes))
-    rarely = train(configure(eval={"every": 6, "fraction": 0.2}, output_dir=str(tmp_path / "rarely")))
+    rarely = train(configure(eval={"every": 6, "fraction": 0.02}, output_dir=str(tmp_path / "rarely")))
     assert [step for step, _ in result.eval_losses] == [2, 4, 6]
     assert result.losses == rarely.losses
     assert result.eval_losses[-1] == rarely.eval_losses[-1]

@@ -1,0 +1,264 @@
+"""Ops whose kernels, saved values and random draws differ by device, as one device-neutral op each.
+
+`scaled_dot_product_attention` and `dropout` would trace to other nodes on a CPU, a CUDA card and a simulated device, so a plan
+made on a laptop would not fit the graph of the GPU. Before AOTAutograd sees Dynamo's graph, `neutralize` puts these ops in their
+place; their kernels run exactly what eager would dispatch on the device at hand, forward and backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.fx as fx
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend
+
+from . import ops
+
+_LIBRARY = torch.library.Library("fxo", "FRAGMENT")
+_aten = torch.ops.aten
+Tensors = tuple[torch.Tensor, ...]
+
+_ATTENTION = "(Tensor query, Tensor key, Tensor value, Tensor? mask, float p, bool causal, float? scale, bool gqa)"
+_BACKWARD = (
+    "(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor out, Tensor lse, Tensor seed, Tensor offset, "
+    "float p, bool causal, float? scale, bool gqa) -> (Tensor, Tensor, Tensor)"
+)
+_SEEDED = (torch.Tag.pt2_compliant_tag, torch.Tag.nondeterministic_seeded)
+_PLAIN = (torch.Tag.pt2_compliant_tag,)
+
+
+def _define(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any], tags: tuple[torch.Tag, ...]) -> torch._ops.OpOverload:
+    name = schema.split("(", 1)[0]
+    _LIBRARY.define(schema, tags=tags)
+    _LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"fxo::{name}", fake, lib=_LIBRARY)
+    return getattr(torch.ops.fxo, name).default  # type: ignore[no-any-return]
+
+
+# Attention ------------------------------------------------------------------------------------------------------------
+
+
+def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, p: float, causal: bool,
+               scale: float | None, gqa: bool) -> Tensors:
+    """(out, logsumexp, seed, offset) by the kernel eager dispatches here; what a kernel has no use for is empty."""
+    kernel = backend_of(query, key, value, mask, p, causal, scale, gqa)
+    if kernel is SDPBackend.FLASH_ATTENTION and query.device.type == "cpu":
+        out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, p, causal, attn_mask=_additive(mask, query.dtype), scale=scale)
+        return _neutral_layout(out), lse, *_nothing(query)
+    if kernel is SDPBackend.FLASH_ATTENTION:
+        out, lse, _, _, _, _, seed, offset, _ = _aten._scaled_dot_product_flash_attention(query, key, value, p, causal, False, scale=scale)
+        return _neutral_layout(out), lse, seed, offset
+    if kernel is SDPBackend.CUDNN_ATTENTION:
+        bias = _additive(mask, query.dtype)
+        out, lse, _, _, _, _, seed, offset, _ = _aten._scaled_dot_product_cudnn_attention(
+            query, key, value, bias, True, p, causal, False, scale=scale)
+        return _neutral_layout(out), lse, seed, offset
+    if kernel is SDPBackend.EFFICIENT_ATTENTION:
+        out, lse, seed, offset = _aten._scaled_dot_product_efficient_attention(
+            query, key, value, _aligned_bias(mask, query, key), True, p, causal, scale=scale)
+        return _neutral_layout(out), lse, seed, offset
+    empty, offset = _nothing(query)
+    seed = ops.get_rng_state(query.device) if p > 0 else empty
+    out = F.scaled_dot_product_attention(query, key, value, mask, p, causal, scale=scale, enable_gqa=gqa)
+    return _neutral_layout(out), empty, seed, offset
+
+
+def _attention_backward(grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None,
+                        out: torch.Tensor, lse: torch.Tensor, seed: torch.Tensor, offset: torch.Tensor, p: float, causal: bool,
+                        scale: float | None, gqa: bool) -> Tensors:
+    kernel = backend_of(query, key, value, mask, p, causal, scale, gqa)
+    if kernel is SDPBackend.FLASH_ATTENTION and query.device.type == "cpu":
+        return _aten._scaled_dot_product_flash_attention_for_cpu_backward(  # type: ignore[no-any-return]
+            grad, query, key, value, out, lse, p, causal, attn_mask=_additive(mask, query.dtype), scale=scale)
+    lengths = (query.shape[2], key.shape[2])
+    if kernel is SDPBackend.FLASH_ATTENTION:
+        return _aten._scaled_dot_product_flash_attention_backward(  # type: ignore[no-any-return]
+            grad, query, key, value, out, lse, None, None, *lengths, p, causal, seed, offset, scale=scale)
+    if kernel is SDPBackend.CUDNN_ATTENTION:
+        return _aten._scaled_dot_product_cudnn_attention_backward(  # type: ignore[no-any-return]
+            grad, query, key, value, out, lse, seed, offset, _additive(mask, query.dtype), None, None, *lengths, p, causal, scale=scale)
+    if kernel is SDPBackend.EFFICIENT_ATTENTION:
+        gradients = _aten._scaled_dot_product_efficient_attention_backward(
+            grad, query, key, value, _aligned_bias(mask, query, key), out, lse, seed, offset, p, [True, True, True, False], causal, scale=scale)
+        return gradients[:3]  # type: ignore[no-any-return]
+    return _by_autograd(grad, query, key, value, mask, seed, p, causal, scale, gqa)
+
+
+def _by_autograd(grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None,
+                 seed: torch.Tensor, p: float, causal: bool, scale: float | None, gqa: bool) -> Tensors:
+    """The composite path's gradients: its forward again, with the same random draws, differentiated by autograd."""
+    now = ops.get_rng_state(query.device) if p > 0 else None
+    if p > 0:
+        ops.set_rng_state(seed, query.device)
+    with torch.enable_grad():
+        leaves = [t.detach().requires_grad_() for t in (query, key, value)]
+        out = F.scaled_dot_product_attention(*leaves, mask, p, causal, scale=scale, enable_gqa=gqa)
+        gradients = torch.autograd.grad(out, leaves, grad)
+    if now is not None:
+        ops.set_rng_state(now, query.device)
+    return gradients
+
+
+def backend_of(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, p: float, causal: bool,
+               scale: float | None, gqa: bool) -> SDPBackend:
+    """The kernel `scaled_dot_product_attention` dispatches for these operands on their device, as far as we call it directly."""
+    choice = SDPBackend(torch._fused_sdp_choice(query, key, value, mask, p, causal, scale=scale, enable_gqa=gqa))
+    if choice is not SDPBackend.MATH and query.device.type != "cpu" and query.shape[-1] % 8:
+        return SDPBackend.MATH
+    return choice
+
+
+def _nothing(like: torch.Tensor) -> Tensors:
+    return torch.empty(0, dtype=torch.int64, device=like.device), torch.empty(0, dtype=torch.int64, device=like.device)
+
+
+def _additive(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+    if mask is None or mask.dtype != torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask.logical_not(), -float("inf"))
+
+
+def _aligned_bias(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:
+    """The mask as this kernel wants it: additive, expanded, its rows 16-element aligned (as eager pads it)."""
+    bias = _additive(mask, query.dtype)
+    if bias is None:
+        return None
+    short = -bias.shape[-1] % 16
+    if short:
+        bias = F.pad(bias, (0, short))[..., : key.shape[-2]]
+    return bias.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+
+
+def _neutral_layout(out: torch.Tensor) -> torch.Tensor:
+    """[batch, heads, length, dim] over [batch, length, heads, dim] memory: what the fused kernels give and the fake promises."""
+    if out.transpose(1, 2).is_contiguous():
+        return out
+    return out.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _fake_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> Tensors:
+    batch, heads, length, _dim = query.shape
+    out = query.new_empty((batch, length, heads, value.shape[-1])).transpose(1, 2)
+    aux = query.new_empty((2,), dtype=torch.int64)
+    return out, query.new_empty((batch, heads, length), dtype=torch.float32), aux, torch.empty_like(aux)
+
+
+def _fake_attention_backward(grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> Tensors:
+    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
+attention = _define(f"attention{_ATTENTION} -> (Tensor, Tensor, Tensor, Tensor)", _attention, _fake_attention, _PLAIN)
+attention_dropout = _define(f"attention_dropout{_ATTENTION} -> (Tensor, Tensor, Tensor, Tensor)", _attention, _fake_attention, _SEEDED)
+attention_backward = _define(f"attention_backward{_BACKWARD}", _attention_backward, _fake_attention_backward, _PLAIN)
+
+
+def _attention_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
+    query, key, value, mask, *ctx.options = inputs
+    ctx.save_for_backward(query, key, value, mask, *output)
+
+
+def _attention_gradient(ctx: Any, grad: torch.Tensor, *_: Any) -> tuple[Any, ...]:
+    gradients = attention_backward(grad, *ctx.saved_tensors, *ctx.options)
+    return (*gradients, None, None, None, None, None)
+
+
+for _name in ("attention", "attention_dropout"):
+    torch.library.register_autograd(f"fxo::{_name}", _attention_gradient, setup_context=_attention_setup, lib=_LIBRARY)
+
+
+def _under_autocast(op: torch._ops.OpOverload, device_type: str, key: str) -> None:
+    """Autocast casts attention's floating operands, as it does for `scaled_dot_product_attention`."""
+
+    def cast(value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype != torch.float64:
+            return value.to(torch.get_autocast_dtype(device_type))
+        return value
+
+    def kernel(*args: Any) -> Any:
+        with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))):
+            return op(*map(cast, args))
+
+    _LIBRARY.impl(op._schema.name, kernel, key)
+
+
+for _op in (attention, attention_dropout):
+    for _type, _key in (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA"), ("privateuseone", "AutocastPrivateUse1")):
+        _under_autocast(_op, _type, _key)
+
+
+# Dropout --------------------------------------------------------------------------------------------------------------
+
+
+def _has_fused_dropout(device: torch.device) -> bool:
+    """Where eager's dropout is one kernel that saves a boolean mask."""
+    return device.type not in ("cpu", "mps", "meta")
+
+
+def _dropout(src: torch.Tensor, p: float) -> Tensors:
+    if _has_fused_dropout(src.device) and 0 < p < 1:
+        return _aten.native_dropout(src, p, True)  # type: ignore[no-any-return]
+    noise = torch.empty_like(src).bernoulli_(1 - p)
+    noise.div_(1 - p)
+    return src * noise, noise
+
+
+def _dropout_backward(grad: torch.Tensor, noise: torch.Tensor, p: float) -> torch.Tensor:
+    if noise.dtype == torch.bool:
+        return _aten.native_dropout_backward(grad, noise, 1.0 / (1.0 - p))  # type: ignore[no-any-return]
+    return grad * noise
+
+
+dropout = _define(
+    "dropout(Tensor src, float p) -> (Tensor, Tensor)", _dropout, lambda src, p: (torch.empty_like(src), torch.empty_like(src)), _SEEDED)
+dropout_backward = _define(
+    "dropout_backward(Tensor grad, Tensor noise, float p) -> Tensor", _dropout_backward, lambda grad, noise, p: torch.empty_like(grad), _PLAIN)
+
+
+def _dropout_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
+    ctx.p = inputs[1]
+    ctx.save_for_backward(output[1])
+
+
+def _dropout_gradient(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[torch.Tensor, None]:
+    return dropout_backward(grad, ctx.saved_tensors[0], ctx.p), None
+
+
+torch.library.register_autograd("fxo::dropout", _dropout_gradient, setup_context=_dropout_setup, lib=_LIBRARY)
+
+
+# Dynamo's graph -------------------------------------------------------------------------------------------------------
+
+
+def neutral_attention(query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
+                      scale: float | None = None, enable_gqa: bool = False) -> Any:
+    """`torch.nn.functional.scaled_dot_product_attention` through the neutral op; a mask that is trained keeps torch's own path."""
+    if attn_mask is not None and attn_mask.requires_grad or query.ndim != 4:
+        return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    op = attention_dropout if dropout_p > 0 else attention
+    return op(query, key, value, attn_mask, float(dropout_p), is_causal, scale, enable_gqa)[0]
+
+
+def neutral_dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+    """`torch.nn.functional.dropout` through the neutral op where it draws; in-place dropout keeps torch's own path."""
+    if inplace or not training or p == 0 or p == 1:
+        return F.dropout(input, p, training, inplace)
+    return dropout(input, p)[0]
+
+
+_NEUTRAL = {F.scaled_dot_product_attention: neutral_attention, F.dropout: neutral_dropout}
+
+
+def neutralize(graph: fx.Graph) -> None:
+    """Replaces device-dependent calls of a Dynamo graph, in place; graphs inside higher-order ops too."""
+    for node in graph.nodes:
+        if node.op == "call_function" and node.target in _NEUTRAL:
+            node.target = _NEUTRAL[node.target]
+    owner = graph.owning_module
+    for module in (owner.modules() if owner is not None else ()):
+        if isinstance(module, fx.GraphModule) and module.graph is not graph:
+            neutralize(module.graph)
+            module.recompile()

@@ -1,0 +1,191 @@
+"""Does a test notice? Damages one thing at a time and runs the tests; every mutant must be killed by a test with a name.
+
+    python tests/mutants.py [words that a mutant's name must contain]
+
+A mutant is a context in which something is wrong: a line dropped from a sample graph, an effect dropped from an op, a rule of the
+verifier switched off. Prints a table mutant -> test; exit status 1 when one survives. To add a family, write a generator and put
+it in FAMILIES.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+import samples
+
+from fxoffload import liveness, ops, twin, verify
+from fxoffload.effects import Borrow
+
+TESTS = Path(__file__).parent
+VERIFIER = ("test_verify.py",)
+GRAPHS = (*VERIFIER, "test_liveness.py")
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """`apply` makes the damage for as long as its context is open; `tests` are the files that must notice."""
+
+    name: str
+    apply: Callable[[], AbstractContextManager[None]]
+    tests: tuple[str, ...] = VERIFIER
+
+
+@dataclass
+class Killer:
+    """A pytest plugin that keeps the first test that fails."""
+
+    test: str | None = None
+    ran: int = field(default=0)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.ran += report.when == "call"
+        if report.failed and self.test is None:
+            self.test = report.nodeid
+
+
+@contextmanager
+def changed(owner: object, name: str, value: object) -> Iterator[None]:
+    """Attribute `name` of `owner` (or its item, for a dict) is `value` inside."""
+    if isinstance(owner, dict):
+        before = owner[name]
+        owner[name] = value
+    else:
+        before = getattr(owner, name)
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if isinstance(owner, dict):
+            owner[name] = before
+        else:
+            setattr(owner, name, before)
+
+
+def without_lines() -> Iterator[Mutant]:
+    """One release, wait, start, sink, gather or checkpoint less in a sample; its result, if it has one, is its source's."""
+    for sample in ("LOWERED", "LOGICAL"):
+        lines = getattr(samples, sample).splitlines(keepends=True)
+        for i, line in enumerate(lines):
+            if "fxo." in line:
+                damaged = "".join(_without(lines, i))
+                yield Mutant(f"{sample}: without {line.strip()}", lambda s=sample, d=damaged: changed(samples, s, d), GRAPHS)
+
+
+def _without(lines: list[str], i: int) -> list[str]:
+    line, rest = lines[i], lines[:i] + lines[i + 1 :]
+    if not line.startswith("%"):
+        return rest
+    name = line.split(":")[0]
+    source = line.split("fxo.")[1].split()[1].rstrip(",")
+    return [_renamed(other, name, source) for other in rest]
+
+
+def _renamed(line: str, name: str, source: str) -> str:
+    for end in (",", "\n", ")", " "):
+        line = line.replace(f" {name}{end}", f" {source}{end}").replace(f"({name}{end}", f"({source}{end}")
+    return line
+
+
+def early_releases() -> Iterator[Mutant]:
+    """One release of the lowered sample before the last line that reads, makes or awaits."""
+    lines = samples.LOWERED.splitlines(keepends=True)
+    for i, line in enumerate(lines):
+        if line.startswith("fxo.release"):
+            at = max(k for k in range(i) if not lines[k].startswith("fxo.release"))
+            damaged = "".join([*lines[:at], line, *lines[at:i], *lines[i + 1 :]])
+            yield Mutant(f"LOWERED: too early {line.strip()}", lambda d=damaged: changed(samples, "LOWERED", d))
+
+
+def without_effects() -> Iterator[Mutant]:
+    """One effect less in one op's Spec."""
+    for op, spec in list(ops.SPECS.items()):
+        for effect in spec.effects:
+            fewer = replace(spec, effects=tuple(e for e in spec.effects if e is not effect))
+            name = f"SPECS: {spec.name} without {type(effect).__name__}({effect.value})"
+            yield Mutant(name, lambda o=op, f=fewer: changed(ops.SPECS, o, f), (*VERIFIER, "test_ops.py"))
+
+
+def without_rules() -> Iterator[Mutant]:
+    """One rule of the verifier switched off."""
+    for name in sorted(vars(verify.Machine)):
+        if name.startswith("_check_"):
+            yield Mutant(f"verify: Machine.{name} off", lambda n=name: changed(verify.Machine, n, _nothing))
+    for effect_type in verify.HANDLERS:
+        name = f"verify: {effect_type.__name__} not handled"
+        yield Mutant(name, lambda e=effect_type: changed(verify.HANDLERS, e, _nothing))
+    for fact in verify.FACTS:
+        yield Mutant(f"verify: fact {fact} always true", lambda f=fact: changed(verify.FACTS, f, _nothing))
+    for name in ("_check_order", "_check_fits"):
+        yield Mutant(f"verify: {name} off", lambda n=name: changed(verify, n, _nothing))
+    yield Mutant("verify: views read bytes", lambda: changed(verify, "_needs_no_bytes", _no))
+    yield Mutant("verify: no host scalar in device ops", lambda: changed(verify, "_may_be_anywhere", _no))
+    yield Mutant("verify: in-place ops unseen", lambda: changed(verify, "_written", _none))
+
+
+def without_twin() -> Iterator[Mutant]:
+    """The reference runtime forgives."""
+    yield Mutant("twin: memory is not poisoned", lambda: changed(twin, "_poison", _nothing))
+    for name in ("_check_not_released", "_check_readable"):
+        yield Mutant(f"twin: {name} off", lambda n=name: changed(twin._Twin, n, _nothing))
+
+
+def without_borrow_in_liveness() -> Iterator[Mutant]:
+    """insert-release with a liveness that does not know that a Transfer reads until its wait."""
+    known = liveness._of_effect
+
+    def blind(node: object, effect_type: type, of: object) -> object:
+        return () if effect_type is Borrow else known(node, effect_type, of)  # type: ignore[arg-type]
+
+    tests = ("test_liveness.py", "passes/test_insert_release.py")
+    for test in tests:
+        yield Mutant(f"liveness: borrows unknown ({test})", lambda: changed(liveness, "_of_effect", blind), (test,))
+
+
+def _nothing(*_: object) -> None:
+    return None
+
+
+def _no(*_: object) -> bool:
+    return False
+
+
+def _none(*_: object) -> list[object]:
+    return []
+
+
+FAMILIES = (without_lines, early_releases, without_effects, without_rules, without_twin, without_borrow_in_liveness)
+
+
+def killer_of(mutant: Mutant) -> str | None:
+    """The first test that fails under the mutant; None when all pass. Raises RuntimeError when no test ran."""
+    killer = Killer()
+    options = ["-x", "-q", "-p", "no:cacheprovider", "--no-header", "--tb=no"]
+    with mutant.apply():
+        pytest.main([*options, *(str(TESTS / name) for name in mutant.tests)], plugins=[killer])
+    if not killer.ran:
+        raise RuntimeError(f"{mutant.name}: no test ran")
+    return killer.test
+
+
+def main(words: list[str]) -> int:
+    """Runs the mutants whose names contain all `words`."""
+    mutants = [m for family in FAMILIES for m in family() if all(word in m.name for word in words)]
+    unharmed = killer_of(Mutant("none", lambda: changed(samples, "LOWERED", samples.LOWERED), tuple({t: 0 for m in mutants for t in m.tests})))
+    if unharmed is not None:
+        print(f"the tests fail without a mutant: {unharmed}")
+        return 1
+    rows = [(mutant, killer_of(mutant)) for mutant in mutants]
+    width = max(len(mutant.name) for mutant, _ in rows)
+    print("\n" + "\n".join(f"{mutant.name:<{width}}  {killer or 'SURVIVED'}" for mutant, killer in rows))
+    survivors = [mutant.name for mutant, killer in rows if killer is None]
+    print(f"\n{len(rows)} mutants, {len(survivors)} survived")
+    return 1 if survivors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

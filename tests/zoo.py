@@ -1,0 +1,220 @@
+"""Small models of every family, in real shapes of their architecture: `FAMILIES[name]()` gives a Case."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers as tf
+from torch import nn
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """An untrained model in train mode and one batch with labels."""
+
+    model: nn.Module
+    batch: dict[str, torch.Tensor]
+    autocast: torch.dtype | None = None
+
+
+VOCAB = 512
+_SIZES: dict[str, Any] = dict(
+    hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=VOCAB,
+    max_position_embeddings=256, head_dim=16, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+)
+
+
+def tokens(batch: int = 2, length: int = 32, seed: int = 0) -> dict[str, torch.Tensor]:
+    """A causal language model's batch without padding."""
+    ids = torch.randint(3, VOCAB, (batch, length), generator=torch.Generator().manual_seed(seed))
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
+def _causal(config: Any) -> Case:
+    torch.manual_seed(0)
+    return Case(tf.AutoModelForCausalLM.from_config(config).train(), tokens())
+
+
+def _sizes(**changes: Any) -> dict[str, Any]:
+    return {**_SIZES, **changes}
+
+
+def llama(**changes: Any) -> Case:
+    return _causal(tf.LlamaConfig(**_sizes(**changes)))
+
+
+def gpt2() -> Case:
+    return _causal(tf.GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=VOCAB, n_positions=128, bos_token_id=1, eos_token_id=2))
+
+
+def gemma2() -> Case:
+    return _causal(tf.Gemma2Config(**_sizes(sliding_window=16, query_pre_attn_scalar=16)))
+
+
+def gemma3() -> Case:
+    return _causal(tf.Gemma3TextConfig(**_sizes(sliding_window=16, query_pre_attn_scalar=16)))
+
+
+def qwen3_next() -> Case:
+    return _causal(tf.Qwen3NextConfig(**_sizes(
+        num_hidden_layers=4, linear_num_value_heads=4, linear_num_key_heads=2, linear_key_head_dim=16, linear_value_head_dim=16,
+        num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=32,
+    )))
+
+
+def mixtral() -> Case:
+    return _causal(tf.MixtralConfig(**_sizes(num_local_experts=4, num_experts_per_tok=2)))
+
+
+def qwen3_moe() -> Case:
+    return _causal(tf.Qwen3MoeConfig(**_sizes(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)))
+
+
+def mamba() -> Case:
+    return _causal(tf.MambaConfig(hidden_size=64, num_hidden_layers=2, vocab_size=VOCAB, state_size=8, bos_token_id=1, eos_token_id=2, pad_token_id=0))
+
+
+def bamba() -> Case:
+    return _causal(tf.BambaConfig(**_sizes(
+        num_hidden_layers=2, attn_layer_indices=[1], mamba_n_heads=8, mamba_d_head=16, mamba_d_state=16, mamba_n_groups=1, mamba_chunk_size=16,
+    )))
+
+
+def t5() -> Case:
+    torch.manual_seed(0)
+    model = tf.T5ForConditionalGeneration(tf.T5Config(
+        d_model=64, d_ff=128, d_kv=16, num_layers=2, num_heads=4, vocab_size=VOCAB, decoder_start_token_id=0, dropout_rate=0.1))
+    ids = torch.randint(3, VOCAB, (2, 24))
+    return Case(model.train(), {"input_ids": ids, "labels": torch.randint(3, VOCAB, (2, 16))})
+
+
+def bert() -> Case:
+    torch.manual_seed(0)
+    model = tf.BertForSequenceClassification(tf.BertConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, vocab_size=VOCAB, num_labels=3,
+        problem_type="single_label_classification"))
+    mask = torch.ones(2, 32, dtype=torch.long)
+    mask[1, 20:] = 0
+    return Case(model.train(), {"input_ids": torch.randint(3, VOCAB, (2, 32)), "attention_mask": mask, "labels": torch.tensor([0, 2])})
+
+
+def vit() -> Case:
+    torch.manual_seed(0)
+    model = tf.ViTForImageClassification(tf.ViTConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, image_size=32, patch_size=8, num_labels=5,
+        problem_type="single_label_classification"))
+    return Case(model.train(), {"pixel_values": torch.randn(2, 3, 32, 32), "labels": torch.tensor([1, 4])})
+
+
+def whisper() -> Case:
+    torch.manual_seed(0)
+    model = tf.WhisperForConditionalGeneration(tf.WhisperConfig(
+        d_model=64, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=128,
+        decoder_ffn_dim=128, vocab_size=VOCAB, max_source_positions=50, max_target_positions=64, num_mel_bins=16, pad_token_id=0,
+        bos_token_id=1, eos_token_id=2, decoder_start_token_id=1, dropout=0.1, suppress_tokens=None, begin_suppress_tokens=None))
+    return Case(model.train(), {"input_features": torch.randn(2, 16, 100), "labels": torch.randint(3, VOCAB, (2, 12))})
+
+
+def llava() -> Case:
+    torch.manual_seed(0)
+    vision = tf.CLIPVisionConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, image_size=16, patch_size=8, projection_dim=32)
+    config = tf.LlavaConfig(
+        vision_config=vision, text_config=tf.LlamaConfig(**_SIZES), image_token_index=5, vision_feature_layer=-1,
+        vision_feature_select_strategy="default")
+    ids = torch.randint(6, VOCAB, (2, 24))
+    ids[:, 2:6] = 5
+    return Case(tf.LlavaForConditionalGeneration(config).train(), {
+        "input_ids": ids, "labels": ids.clone(), "pixel_values": torch.randn(2, 3, 16, 16), "attention_mask": torch.ones_like(ids)})
+
+
+def _lora(case: Case, **changes: Any) -> Case:
+    import peft
+
+    torch.manual_seed(1)
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM", **changes)
+    autocast_adapters = changes.pop("autocast_adapter_dtype", True)
+    return Case(peft.get_peft_model(case.model, config, autocast_adapter_dtype=autocast_adapters).train(), case.batch, case.autocast)
+
+
+def _bf16(case: Case) -> Case:
+    return Case(case.model.to(torch.bfloat16), case.batch)
+
+
+def lora() -> Case:
+    return _lora(_bf16(llama()))
+
+
+def lora_bf16() -> Case:
+    import peft
+
+    case = _bf16(llama())
+    torch.manual_seed(1)
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM", lora_dropout=0.1)
+    return Case(peft.get_peft_model(case.model, config, autocast_adapter_dtype=False).train(), case.batch)
+
+
+def dora() -> Case:
+    return _lora(llama(), use_dora=True)
+
+
+def qlora() -> Case:
+    import bitsandbytes as bnb
+    import peft
+
+    model = llama().model
+    for name, module in list(model.named_modules()):
+        for child_name, child in list(module.named_children()):
+            if isinstance(child, nn.Linear) and child_name != "lm_head":
+                packed = bnb.nn.Linear4bit(child.in_features, child.out_features, bias=False, compute_dtype=torch.float32,
+                                           compress_statistics=True, quant_type="nf4")
+                packed.weight = bnb.nn.Params4bit(child.weight.data, requires_grad=False, quant_type="nf4", compress_statistics=True)
+                setattr(module, child_name, packed.to("cpu"))
+    torch.manual_seed(1)
+    for parameter in model.parameters():
+        parameter.requires_grad = False
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM")
+    return Case(peft.get_peft_model(model, config).train(), tokens())
+
+
+def autocast() -> Case:
+    case = llama()
+    return Case(case.model, case.batch, torch.bfloat16)
+
+
+def checkpointed() -> Case:
+    case = llama()
+    case.model.gradient_checkpointing_enable()
+    return case
+
+
+FAMILIES: dict[str, Callable[[], Case]] = {
+    "llama": llama,
+    "qwen2": lambda: _causal(tf.Qwen2Config(**_sizes())),
+    "qwen3": lambda: _causal(tf.Qwen3Config(**_sizes())),
+    "qwen3_next": qwen3_next,
+    "mistral": lambda: _causal(tf.MistralConfig(**_sizes(sliding_window=16))),
+    "gemma2": gemma2,
+    "gemma3": gemma3,
+    "phi3": lambda: _causal(tf.Phi3Config(**_sizes())),
+    "gpt2": gpt2,
+    "mixtral": mixtral,
+    "qwen3_moe": qwen3_moe,
+    "mamba": mamba,
+    "bamba": bamba,
+    "t5": t5,
+    "bert": bert,
+    "vit": vit,
+    "whisper": whisper,
+    "llava": llava,
+    "lora": lora,
+    "lora_bf16": lora_bf16,
+    "dora": dora,
+    "qlora": qlora,
+    "bf16": lambda: _bf16(llama()),
+    "autocast": autocast,
+    "gradient_checkpointing": checkpointed,
+}
