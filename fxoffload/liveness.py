@@ -196,7 +196,8 @@ def _tier(node: fx.Node, of: dict[fx.Node, tuple[Storage, ...]]) -> Tier:
             if isinstance(effect, Alloc):
                 return effect.tier if isinstance(effect.tier, Tier) else Tier(str(spec.argument(node, effect.tier)))
     sources = [s for operand in operands(node) for s in of.get(operand, ())]
-    if sources and all(s.tier.on_host for s in sources):
+    # A host input that an op reads has not been gathered yet; the op will run on the device.
+    if sources and all(s.tier.on_host and not s.is_input for s in sources):
         return Tier.PAGEABLE
     return Tier.DEVICE
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch._dynamo
+import torch._functorch.config
 import torch.fx as fx
 from torch._dynamo.backends.common import aot_autograd as _aot_autograd
 
@@ -25,14 +28,17 @@ def aot_backend(
     )
 
 
-def capture_config() -> Any:
-    """Dynamo settings of our own compile, as a context manager: logging calls do not break graphs, scalars are captured."""
-    import logging
+@contextlib.contextmanager
+def capture_config() -> Iterator[None]:
+    """Settings of our own compile: logging calls do not break graphs, scalars are captured, backward runs without autocast as in
+    eager."""
 
     ignored = {getattr(logging.Logger, n) for n in ("warning_once", "info_once") if hasattr(logging.Logger, n)}
-    return torch._dynamo.config.patch(
+    dynamo = torch._dynamo.config.patch(
         ignore_logging_functions=ignored, capture_scalar_outputs=True, recompile_limit=64, accumulated_recompile_limit=4096
     )
+    with dynamo, torch._functorch.config.patch(backward_pass_autocast="off"):
+        yield
 
 
 def mark_dynamic(tensor: torch.Tensor, dim: int) -> None:

@@ -1,0 +1,293 @@
+"""The Router stands before the graphs: it looks at a call once, finds or makes the compiled function for it, and runs it.
+
+Nothing leaves the compiled route silently: what Dynamo cannot capture, what no plan covers and what runs outside Dynamo raises.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import FunctionType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from . import ops
+from .capture import batch_tensors, dynamic_dims
+from .errors import PlanError
+from .integrations import transformers
+from .outputs import detached, has_shadows, only_loss, with_lazy_outputs
+from .swapped import plain_forward
+from .torch_compat import CAPTURE_FAILURES, Backend, capture_config, compile_step, inner_error, mark_dynamic, was_cut_off
+
+if TYPE_CHECKING:
+    from .session import Session
+
+log = logging.getLogger("fxoffload")
+
+Shape = tuple[int, ...]
+
+
+class CaptureComplete(BaseException):
+    """Raised in place of running a graph while only its capture is wanted."""
+
+
+class Recapture(BaseException):
+    """Raised by the backend when what it was given must be captured again: the model or the choice of outputs has changed."""
+
+
+@dataclass(slots=True)
+class Generation:
+    """One compiled function and the largest shapes it is planned for, by batch name. Inputs seen later join it."""
+
+    maxima: dict[str, Shape]
+    step: Callable[..., Any]
+
+    def covers(self, batch: list[tuple[str, torch.Tensor]]) -> bool:
+        """True when no tensor of the batch is larger than planned."""
+        return all(name not in self.maxima or _within(tensor.shape, self.maxima[name]) for name, tensor in batch)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call on the compute device: arguments under their names, the batch's tensors, and the look at their values."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    batch: list[tuple[str, torch.Tensor]]
+    look: transformers.Look
+
+
+@dataclass(slots=True)
+class Router:
+    """See the module. `scope`: the traced function's locals of the call at work; `maxima`: the shapes it is planned for."""
+
+    session: Session
+    scope: dict[str, object] = field(default_factory=dict)
+    maxima: dict[str, Shape] = field(default_factory=dict)
+    dry: bool = False
+    shadows: bool = True
+    generations: list[Generation] = field(default_factory=list)
+    _told: bool = False
+
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The model's forward on this batch, planned before it runs. Raises PlanError when that cannot be."""
+        if _is_free_form(kwargs):
+            return self.free_form(self.session.model, args, kwargs)
+        call = self._prepared(args, kwargs)
+        out, lazy = self._run(call)
+        return with_lazy_outputs(out, lazy) if lazy is not None and has_shadows(out) else out
+
+    def capture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Captures and plans the step of this call without running it."""
+        self.dry = True
+        try:
+            self.call(args, kwargs)
+        except CaptureComplete:
+            return
+        finally:
+            self.dry = False
+        raise PlanError("the sample call ran without a captured graph: the model computes nothing with its parameters")
+
+    def free_form(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """`module`'s own forward, each parameter copied to the device where it is read: generation and calls of inner models."""
+        if not self._told:
+            self._told = True
+            log.warning("calls with a cache or of an inner model run unplanned, outside the budget's promise")
+        with self.session.home.entered():
+            return plain_forward(module)(*self._to_device(args), **self._to_device(kwargs))
+
+    def close(self) -> None:
+        """Forgets every compiled function."""
+        for generation in self.generations:
+            was_cut_off(generation.step)
+        self.generations.clear()
+        self.scope, self.maxima = {}, {}
+
+    # One call ---------------------------------------------------------------------------------------------------------
+
+    def _prepared(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        args, kwargs = _named(inspect.signature(plain_forward(self.session.model)), args, kwargs)
+        look = transformers.Look.at(args, kwargs)
+        args, kwargs = self._to_device(args), self._to_device(transformers.prepared(self.session.model, kwargs))
+        return Call(args, kwargs, batch_tensors({"args": args, "kwargs": kwargs}), look)
+
+    def _to_device(self, value: Any) -> Any:
+        return pytree.tree_map_only(torch.Tensor, self._tensor_to_device, value)
+
+    def _tensor_to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        moved = tensor.to(self.session.options.device)
+        # An alias: marks of dynamic sizes must not stay on the caller's tensor.
+        return moved.view_as(moved) if moved is tensor and moved.requires_grad else moved.detach() if moved is tensor else moved
+
+    def _run(self, call: Call) -> tuple[Any, LazyCall | None]:
+        """The outputs, and what computes those left out of the graph. A change of the model's structure is captured again, once."""
+        for is_last in (False, True):
+            try:
+                return self._run_once(call)
+            except Recapture:
+                if is_last:
+                    raise PlanError("the model changes while it is captured") from None
+        raise AssertionError("unreachable")
+
+    def _run_once(self, call: Call) -> tuple[Any, LazyCall | None]:
+        generation = self._generation(call)
+        is_new = generation not in self.generations
+        self.maxima, self.scope = generation.maxima, {"module": self.session.model, "args": call.args, "kwargs": call.kwargs}
+        lazy = LazyCall.of(self, call) if torch.is_grad_enabled() and self.shadows else None
+        try:
+            with self.session.home.entered(), capture_config(), call.look:
+                out = generation.step(self.session.model, call.args, call.kwargs)
+        except CAPTURE_FAILURES as error:
+            raise self._failure(error) from None
+        except CaptureComplete:
+            if is_new:
+                self.generations.append(generation)
+            raise
+        finally:
+            self.scope = {}
+        if is_new:
+            self.generations.append(generation)
+        return out, lazy
+
+    def _failure(self, error: Exception) -> BaseException:
+        """What to raise for a failed capture: our own or the model's error, Recapture where the model has changed."""
+        inner = inner_error(error)
+        if inner is not None:
+            return inner
+        if self.session.structure_changed():
+            return Recapture()
+        return PlanError(f"the model cannot be captured as one graph: {_hint(self.session.model)}{error}")
+
+    def _generation(self, call: Call) -> Generation:
+        for generation in self.generations:
+            if generation.covers(call.batch):
+                _learn(generation.maxima, call.batch, self.session.options.max_shape)
+                return generation
+        maxima = dict(self.generations[-1].maxima) if self.generations else {}
+        _learn(maxima, call.batch, self.session.options.max_shape)
+        for name, tensor in call.batch:
+            for dim in dynamic_dims(name, tensor):
+                mark_dynamic(tensor, dim)
+        return Generation(maxima, compile_step(_step_function(self.session.options.outputs, self), Backend(self.session.backend)))
+
+
+class LazyCall:
+    """A training call's other outputs: the same forward again, without gradients, on first use.
+
+    Raises RuntimeError when a parameter changed since the call: the outputs of then cannot be computed any more.
+    """
+
+    def __init__(self, router: Router, call: Call, rng: dict[torch.device, torch.Tensor]) -> None:
+        self.router, self.call_, self.rng = router, call, rng
+        self.versions = router.session.parameter_versions()
+        self.modes = [module.training for module in router.session.model.modules()]
+        self.autocast = AutocastState.of(router.session.options.device.type)
+
+    @staticmethod
+    def of(router: Router, call: Call) -> LazyCall:
+        """The call as it is about to run."""
+        devices = {torch.device("cpu"), router.session.options.device}
+        return LazyCall(router, call, {d: ops.get_rng_state(d) for d in sorted(devices, key=str)})
+
+    def __call__(self) -> Mapping[str, Any]:
+        session = self.router.session
+        if session.closed:
+            raise RuntimeError("this output was not read before close()")
+        if self.versions != session.parameter_versions():
+            raise RuntimeError("this output was not read before the parameters changed; read it before optimizer.step()")
+        modules = list(session.model.modules())
+        now = {d: ops.get_rng_state(d) for d in self.rng}, [m.training for m in modules]
+        self._set(modules, self.rng, self.modes)
+        try:
+            with torch.inference_mode(False), torch.no_grad(), self.autocast.enter():
+                return self.router._run(self.call_)[0]  # type: ignore[no-any-return]
+        finally:
+            self._set(modules, *now)
+
+    @staticmethod
+    def _set(modules: list[nn.Module], rng: Mapping[torch.device, torch.Tensor], modes: list[bool]) -> None:
+        for device, state in rng.items():
+            ops.set_rng_state(state, device)
+        for module, mode in zip(modules, modes):
+            if module.training != mode:
+                module.training = mode
+
+
+@dataclass(frozen=True, slots=True)
+class AutocastState:
+    """The ambient autocast of a call, to be entered again."""
+
+    device_type: str
+    enabled: bool
+    dtype: torch.dtype
+
+    @staticmethod
+    def of(device_type: str) -> AutocastState:
+        """Autocast as it is now."""
+        return AutocastState(device_type, torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type))
+
+    def enter(self) -> torch.autocast:
+        """The context that makes it so again."""
+        return torch.autocast(self.device_type, dtype=self.dtype, enabled=self.enabled)
+
+
+def _step_function(outputs: str, router: Router) -> Callable[..., Any]:
+    """What Dynamo traces. Its code is its own object: Dynamo's cache lives on the code, and so ends with the Generation."""
+    lazily, shadows = outputs == "auto", router.shadows
+
+    def step(module: Any, args: Any, kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            raise PlanError("capture is switched off here (torch._dynamo.disable, set_stance or a torch function mode): nothing ran")
+        out = type(module).forward(module, *args, **kwargs)
+        if not lazily or not torch.is_grad_enabled():
+            return out
+        return only_loss(out) if shadows else detached(out)
+
+    return FunctionType(step.__code__.replace(), step.__globals__, step.__name__, None, step.__closure__)
+
+
+def _is_free_form(kwargs: Mapping[str, Any]) -> bool:
+    return kwargs.get("past_key_values") is not None or kwargs.get("use_cache") is True
+
+
+def _named(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional arguments under their names where they have one: the same call is the same graph however it is written."""
+    names = [p.name for p in signature.parameters.values()][: len(args)]
+    kinds = [p.kind for p in signature.parameters.values()][: len(args)]
+    if len(names) < len(args) or any(k is not inspect.Parameter.POSITIONAL_OR_KEYWORD for k in kinds) or set(names) & set(kwargs):
+        return args, dict(kwargs)
+    return (), {**dict(zip(names, args)), **kwargs}
+
+
+def _within(shape: torch.Size, maximum: Shape) -> bool:
+    return len(shape) == len(maximum) and all(n <= m for n, m in zip(shape, maximum))
+
+
+def _learn(maxima: dict[str, Shape], batch: list[tuple[str, torch.Tensor]], declared: Mapping[str, int]) -> None:
+    """Notes the batch's shapes. An input seen for the first time gets the maxima of inputs that have its sizes now."""
+    known = [(tensor.shape, maxima[name]) for name, tensor in batch if name in maxima and len(maxima[name]) == tensor.ndim]
+    for name, tensor in batch:
+        if name in maxima and _within(tensor.shape, maxima[name]):
+            continue
+        before = maxima[name] if len(maxima.get(name, ())) == tensor.ndim else (0,) * tensor.ndim
+        maxima[name] = tuple(
+            max(n, before[i], declared.get(DIMENSIONS[i], 0) if i < len(DIMENSIONS) and i in dynamic_dims(name, tensor) else 0,
+                *(m[i] for shape, m in known if i < len(shape) and shape[i] == n))
+            for i, n in enumerate(tensor.shape)
+        )
+
+
+# What `max_shape` calls the dimensions of a batch tensor, in order.
+DIMENSIONS = ("batch", "seq")
+
+
+def _hint(model: nn.Module) -> str:
+    hooked = [n for n, m in model.named_modules() if n and (m._backward_hooks or m._backward_pre_hooks)]
+    if hooked:
+        return f"module {hooked[0]!r} has a backward hook, which capture cannot follow (hooks on parameters can); "
+    return ""
