@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from .dry import model_without_weights, sample_batch
+from .errors import PlanError
 from .machine import Machine, default_machine, load_machine
-from .plan import Plan
+from .pins import Pin
+from .planning import STATE_FACTORS
+from .plans import Plan
 from .session import Options, Session
-from .sizes import parse_bytes
+from .sizes import format_bytes, parse_bytes
 from .swapped import HOME
 
 
@@ -33,29 +37,37 @@ def compile(
     machine: Machine | str | Path | None = None,
     plan: Plan | str | Path | None = None,
     replan: bool = True,
-    pins: tuple[Any, ...] = (),
+    pins: Sequence[Pin] = (),
     executor: str = "eager",
     dump_dir: str | Path | None = None,
     cache_dir: str | Path | None = None,
 ) -> nn.Module:
-    """The same `model`, which from now on trains inside the budgets."""
+    """The same `model`, which from now on trains inside the budgets with the caller's own loop.
+
+    `batch` is one sample (mapping, tuple or tensor); its sizes, or `max_shape` ({"batch": n, "sequence": n}), are the largest the
+    plan is made for. `device_budget` is bytes, text like "24GiB", or "auto" (what is free now). `model.fxoffload` then has the plan,
+    the lowered graphs, the report and `close()`. Raises ValueError for a bad argument and PlanError when a budget cannot be met,
+    before anything runs; the model is then as it was.
+    """
+    target = with_index(torch.device(device))
+    _check_choices(outputs=outputs, numerics=numerics, executor=executor)
+    _check_model(model)
     options = Options(
-        device=torch.device(device),
-        device_budget_bytes=parse_bytes(device_budget, "device_budget"),
+        device=target,
+        device_budget_bytes=device_bytes(device_budget, target),
         host_budget_bytes=None if host_budget is None else parse_bytes(host_budget, "host_budget"),
         disk_budget_bytes=parse_bytes(disk_budget, "disk_budget"),
         disk_dir=None if disk_dir is None else str(disk_dir),
         pin_memory=pin_memory, outputs=outputs, numerics=numerics, replan=replan,
         dump_dir=None if dump_dir is None else Path(dump_dir), max_shape=max_shape or {}, pins=tuple(pins),
+        state_factor=state_factor(optimizer),
     )
-    if HOME in model.__dict__:
-        raise ValueError("model: already compiled; call model.fxoffload.close() first")
     known = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
-    chosen = load_machine(machine) if machine is not None else default_machine(options.device.type)
+    chosen = load_machine(machine) if machine is not None else default_machine(target.type)
     session = Session(model, options, chosen, known)
     try:
         args, kwargs = as_call(batch)
-        session.capture(args, kwargs)
+        session.router.capture(args, kwargs)
         session.settle()
     except BaseException:
         session.close()
@@ -63,10 +75,134 @@ def compile(
     return model
 
 
+def plan(
+    model_or_config: Any,
+    batch_or_spec: Any,
+    *,
+    device_budget: int | str,
+    host_budget: int | str | None = None,
+    disk_budget: int | str = 0,
+    machine: Machine | str | Path | None = None,
+    lora: Any = None,
+    quantization: Any = None,
+    optimizer: Any = "adamw",
+    outputs: str = "auto",
+    max_shape: Mapping[str, int] | None = None,
+    numerics: str = "bitwise",
+    pins: Sequence[Pin] = (),
+    dump_dir: str | Path | None = None,
+) -> Plan:
+    """The Plan of one training step, made with no accelerator and no weights.
+
+    `model_or_config`: a module (left equal in every attribute), a transformers config, a model folder or a bare config.json.
+    `batch_or_spec`: a sample batch, a mapping of name to (shape, dtype), or (batch, sequence). `lora` and `quantization` are PEFT's and
+    transformers' own configs. Raises PlanError when it does not fit and ValueError for a bad argument.
+    """
+    _check_choices(outputs=outputs, numerics=numerics)
+    chosen = load_machine(machine) if machine is not None else load_machine("h200")
+    model = model_without_weights(model_or_config, lora, quantization)
+    _check_model(model, planning=True)
+    options = Options(
+        device=torch.device("cpu"),
+        device_budget_bytes=parse_bytes(device_budget, "device_budget"),
+        host_budget_bytes=None if host_budget is None else parse_bytes(host_budget, "host_budget"),
+        disk_budget_bytes=parse_bytes(disk_budget, "disk_budget"),
+        pin_memory=chosen.device_type == "cuda", outputs=outputs, numerics=numerics,
+        dump_dir=None if dump_dir is None else Path(dump_dir), max_shape=max_shape or {}, pins=tuple(pins),
+        state_factor=state_factor(optimizer), planning_only=True,
+    )
+    session = Session(model, options, chosen, None)
+    try:
+        args, kwargs = as_call(sample_batch(batch_or_spec, model))
+        session.router.capture(args, kwargs)
+        assert session.plan is not None
+        return session.plan
+    finally:
+        session.close()
+
+
 def as_call(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional and keyword arguments of a sample batch: a mapping, a tuple or a tensor."""
-    if isinstance(batch, Mapping):
+    """Positional and keyword arguments of a sample batch: a mapping, a tuple or a tensor. Raises ValueError for anything else."""
+    if isinstance(batch, Mapping) and batch:
         return (), dict(batch)
-    if isinstance(batch, tuple):
+    if isinstance(batch, tuple) and batch:
         return batch, {}
-    return (batch,), {}
+    if isinstance(batch, torch.Tensor):
+        return (batch,), {}
+    raise ValueError(f"batch: expected a non-empty mapping or tuple, or a tensor; got {type(batch).__name__} {batch!r:.60}")
+
+
+def with_index(device: torch.device) -> torch.device:
+    """The device with its index, as its tensors report it. Raises ValueError for a device this process does not have."""
+    if device.type in ("cpu", "meta"):
+        if device.type == "meta":
+            raise ValueError("device: 'meta' cannot compute; use fxoffload.plan to plan without a device")
+        return torch.device("cpu")
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise ValueError(f"device: {str(device)!r} is not available: {str(error).splitlines()[0]}") from None
+
+
+def device_bytes(budget: int | str, device: torch.device) -> int:
+    """The device budget in bytes; "auto" is what is free now. Raises PlanError with both numbers when it is more than that."""
+    free = free_bytes(device)
+    if budget == "auto":
+        if free is None:
+            raise ValueError(f"device_budget: 'auto' needs a device that reports its free memory; {device.type} does not")
+        return free
+    wanted = parse_bytes(budget, "device_budget")
+    if wanted == 0:
+        raise ValueError("device_budget: must be more than 0 bytes")
+    if free is not None and wanted > free and device.type == "cuda":
+        raise PlanError(
+            f"device_budget of {wanted} bytes ({format_bytes(wanted)}) is more than the {free} bytes ({format_bytes(free)}) that are free "
+            f"on {device}", wanted - free)
+    return wanted
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Bytes free on the device, those its caching allocator holds unused included; None where the device does not say."""
+    if device.type == "cpu":
+        return None
+    module = torch.get_device_module(device)
+    if not hasattr(module, "mem_get_info"):
+        return None
+    unused = 0
+    if hasattr(module, "memory_reserved"):
+        unused = module.memory_reserved(device) - module.memory_allocated(device)
+    return int(module.mem_get_info(device)[0] + unused)
+
+
+def state_factor(optimizer: Any) -> int:
+    """Host bytes of optimizer state per trained byte, from a name, class or instance. Raises ValueError listing the known names."""
+    if optimizer is None:
+        return 0
+    name = optimizer if isinstance(optimizer, str) else getattr(optimizer, "__name__", type(optimizer).__name__)
+    plain = name.lower().replace("_", "").replace("-", "").removesuffix("torch").removesuffix("torchfused").removesuffix("hf")
+    if plain in STATE_FACTORS:
+        return STATE_FACTORS[plain]
+    if isinstance(optimizer, str):
+        raise ValueError(f"optimizer: unknown name {optimizer!r}; known are {', '.join(sorted(STATE_FACTORS))}, or pass the class")
+    return 2
+
+
+_CHOICES = {"outputs": ("auto", "all"), "numerics": ("bitwise", "reordered"), "executor": ("eager",)}
+
+
+def _check_choices(**chosen: str) -> None:
+    for name, value in chosen.items():
+        if value not in _CHOICES[name]:
+            raise ValueError(f"{name}: must be one of {', '.join(_CHOICES[name])}; got {value!r}")
+
+
+def _check_model(model: Any, planning: bool = False) -> None:
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+    if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        raise ValueError(f"model: {type(model).__name__} cannot be compiled; compile the module inside it")
+    if HOME in model.__dict__:
+        raise ValueError("model: already compiled; call model.fxoffload.close() first")
+    meta = [name for name, p in model.named_parameters() if p.device.type == "meta"]
+    if meta and not planning:
+        raise ValueError(f"model: {len(meta)} parameters have no weights (meta device), the first is {meta[0]!r}; load them first")

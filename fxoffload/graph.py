@@ -7,6 +7,7 @@ fxoffload have none; then the node's own name and its position speak.
 from __future__ import annotations
 
 import copy
+import functools
 import operator
 import re
 from collections import Counter
@@ -117,11 +118,16 @@ def module_path(node: fx.Node) -> str:
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
     if not stack:
         return ""
-    raw = str(list(stack.values())[-1][0])
-    raw = re.sub(r"_modules\['([^']+)'\]", r"\1", raw)
-    raw = re.sub(r"\['?([^'\]]+)'?\]", r".\1", raw)
-    path = raw.split(".", 1)[1] if "." in raw else ""
-    return re.sub(r"^(self|m)(\.|$)", "", path)
+    return _plain_path(str(list(stack.values())[-1][0]))
+
+
+@functools.lru_cache(maxsize=None)
+def _plain_path(raw: str) -> str:
+    """ "L['module']._modules['a'].b" as "a.b": Dynamo's source expression without the traced function's own local."""
+    words = re.findall(r"\['([^']+)'\]|\[(\d+)\]|([A-Za-z_]\w*)|(?<=\.)(\d+)", raw)
+    path = [next(filter(None, found)) for found in words]
+    path = [word for word in path if word not in ("L", "G", "_modules", "__dict__")]
+    return ".".join(path[1:] if path and path[0] in ("module", "self") else path)
 
 
 def op_name(node: fx.Node) -> str:
@@ -143,8 +149,8 @@ class Names:
     def fresh(self, stem: str, separator: str = "#") -> str:
         """`stem` + separator + the next free index."""
         while True:
-            name = f"{stem}{separator}{self._counts[stem]}"
-            self._counts[stem] += 1
+            name = f"{stem}{separator}{self._counts[stem + separator]}"
+            self._counts[stem + separator] += 1
             if name not in self._taken:
                 self._taken.add(name)
                 return name

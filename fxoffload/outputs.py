@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.fx as fx
 from torch.utils import _pytree as pytree
 
 
@@ -28,12 +29,37 @@ def only_loss(out: Any) -> Any:
     return out
 
 
+def detached(out: Any) -> Any:
+    """As `only_loss`, with the larger outputs computed in the graph. Traced by Dynamo."""
+    if isinstance(out, dict):
+        loss = out.get("loss")
+        if isinstance(loss, torch.Tensor) and loss.ndim == 0:
+            for key in list(out.keys()):
+                if key != "loss":
+                    out[key] = _detach(out[key])
+    return out
+
+
+def _detach(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach()
+    if isinstance(value, (tuple, list)):
+        return type(value)([_detach(item) for item in value])
+    return value
+
+
 def _shadow(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.detach() if value.ndim == 0 else value.detach().new_empty((0, *value.shape))
     if isinstance(value, (tuple, list)):
         return type(value)([_shadow(item) for item in value])
     return value
+
+
+def returns_shadows(graph: fx.Graph) -> bool:
+    """True when the captured Step `graph` returns a shadow."""
+    outputs, _ = graph.output_node().args[0]  # type: ignore[misc]
+    return any(isinstance(n, fx.Node) and _is_shadow(n.meta.get("val")) for n in outputs)  # type: ignore[union-attr]
 
 
 def has_shadows(out: Any) -> bool:

@@ -23,7 +23,7 @@ from .effects import Tier
 from .errors import VerifyError
 from .graph import Bounds, copy_graph
 from .liveness import LiveCurve
-from .plan import GraphPlan
+from .plans import Decision, GraphPlan, Prediction
 from .sizes import format_bytes
 from .verify import holds, verify
 
@@ -49,14 +49,16 @@ class Context:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """One step of a Pipeline. `run` returns a new or the same graph (a rewrite) and never a changed plan.
+    """One step of a Pipeline. `run` returns a graph (a rewrite) or decisions (a planner, which cannot change the graph).
+
+    What a planner decides joins `ctx.plan` for the passes after it.
 
     `requires`: facts that must hold before; `provides`: facts it establishes, which are checked, not believed; `breaks`: facts it
     may destroy. `options`: every option it knows with its value; `run` finds them in `ctx.options`.
     """
 
     name: str
-    run: Callable[[fx.Graph, Context], fx.Graph]
+    run: Callable[[fx.Graph, Context], fx.Graph | tuple[Decision, ...]]
     requires: frozenset[str] = frozenset()
     provides: frozenset[str] = frozenset()
     breaks: frozenset[str] = frozenset()
@@ -124,7 +126,11 @@ class Pipeline:
             held = (held - step.breaks) | step.provides
             with _repro(dump, graph, Pipeline(self.passes[i:])):
                 started = time.perf_counter()
-                graph = step.run(copy_graph(graph), replace(ctx, options=step.options))
+                result = step.run(copy_graph(graph), replace(ctx, options=step.options))
+                if isinstance(result, tuple):
+                    ctx = replace(ctx, plan=_extended(ctx.plan, result))
+                else:
+                    graph = result
                 curve = _checked(step, graph, ctx, held)
                 if dump is not None:
                     dump.graph(step.name, graph, curve, time.perf_counter() - started)
@@ -138,6 +144,11 @@ class Pipeline:
             needed |= step.requires - seen
             seen |= step.breaks | step.provides
         return frozenset(fact for fact in sorted(needed) if holds(graph, ctx.bounds, fact, ctx.device_budget_bytes))
+
+
+def _extended(plan: GraphPlan | None, decisions: tuple[Decision, ...]) -> GraphPlan:
+    before = plan or GraphPlan("", (), (), Prediction(0, 0))
+    return replace(before, decisions=before.decisions + decisions)
 
 
 def get_pass(name: str, **options: Option) -> Pass:

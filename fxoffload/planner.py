@@ -18,7 +18,7 @@ from .graph import Role, copy_graph, info, name_of, set_info
 from .liveness import liveness
 from .machine import Machine
 from .pipeline import Context, get_pass
-from .plan import Decision, GraphPlan, Prediction, Recompute, Reside
+from .plans import Decision, GraphPlan, Prediction, Recompute, Reside
 from .simulate import Simulation, simulate
 from .sizes import format_bytes
 from .spill import scan
@@ -69,7 +69,7 @@ class Recipe:
     """One way to choose what is recomputed."""
 
     keep: str
-    blocks: int | None = None
+    blocks: int = -1
 
 
 def solve(problem: Problem) -> Solution:
@@ -136,7 +136,7 @@ class _Base:
 def _with_recomputation(problem: Problem, recipe: Recipe) -> _Base:
     graph = copy_graph(problem.graph)
     place_parameters(graph, problem.parameters, frozenset())
-    recomputed = get_pass("plan-recompute").run(graph, problem.context, keep=recipe.keep, blocks=recipe.blocks)
+    recomputed = decide("plan-recompute", graph, replace(problem.context, options={"keep": recipe.keep, "blocks": recipe.blocks}))
     return _Base(graph, recomputed)
 
 
@@ -148,15 +148,25 @@ def place_parameters(graph: fx.Graph, parameters: Mapping[str, Parameter], resid
             set_info(node, tier=Tier.DEVICE if entry.fqn in resident else parameters[entry.fqn].home)
 
 
-FIRST_REWRITES = ("sink-gradients", "insert-checkpoint", "recompute")
-LAST_REWRITES = ("insert-gather", "lower-gather", "insert-swap", "hoist-transfers", "sink-waits")
+def decide(name: str, graph: fx.Graph, context: Context) -> tuple[Decision, ...]:
+    """What the planner pass of that name decides."""
+    decisions = get_pass(name).run(graph, context)
+    assert isinstance(decisions, tuple), f"{name} is not a planner"
+    return decisions
 
 
 def apply(graph: fx.Graph, context: Context, names: Sequence[str]) -> fx.Graph:
-    """The named rewrites on a graph, in place where they can."""
+    """The named rewrites on a graph, unchecked: candidates are many, and the chosen one goes through a Pipeline."""
     for name in names:
-        graph = get_pass(name).run(graph, context)
+        result = get_pass(name).run(graph, context)
+        assert isinstance(result, fx.Graph), f"{name} is not a rewrite"
+        graph = result
     return graph
+
+
+# The rewrites that plan-swap must see done, and those that apply what it decides.
+_BEFORE_SWAPS = ("sink-gradients", "insert-checkpoint", "recompute")
+_AFTER_SWAPS = ("insert-gather", "lower-gather", "insert-swap", "hoist-transfers", "sink-waits", "insert-release")
 
 
 def _complete(problem: Problem, base: _Base, resident: frozenset[str]) -> Solution:
@@ -169,13 +179,13 @@ def _complete(problem: Problem, base: _Base, resident: frozenset[str]) -> Soluti
     )
     graph = copy_graph(base.graph)
     place_parameters(graph, problem.parameters, resident)
-    graph = apply(graph, context, FIRST_REWRITES)
+    graph = apply(graph, context, _BEFORE_SWAPS)
     try:
-        moves = get_pass("plan-swap").run(graph, context)
+        moves = decide("plan-swap", graph, context)
     except PlanError as short:
         raise PlanError(_refusal(problem, graph, context, outside, short), short.shortfall_bytes) from None
     decisions = base.recomputed + moves
-    lowered = apply(graph, replace(context, plan=GraphPlan("", decisions, (), NOTHING)), LAST_REWRITES)
+    lowered = apply(graph, replace(context, plan=GraphPlan("", decisions, (), NOTHING)), _AFTER_SWAPS)
     simulation = simulate(lowered, problem.context.bounds, problem.machine, outside)
     if budget is not None and simulation.device_peak_bytes > budget:
         over = simulation.device_peak_bytes - budget

@@ -22,7 +22,7 @@ from .errors import PlanError
 from .integrations import transformers
 from .outputs import detached, has_shadows, only_loss, with_lazy_outputs
 from .swapped import plain_forward
-from .torch_compat import CAPTURE_FAILURES, Backend, capture_config, compile_step, inner_error, mark_dynamic, was_cut_off
+from .torch_compat import CAPTURE_FAILURES, CompiledStep, capture_config, inner_error, mark_dynamic
 
 if TYPE_CHECKING:
     from .session import Session
@@ -36,6 +36,13 @@ class CaptureComplete(BaseException):
     """Raised in place of running a graph while only its capture is wanted."""
 
 
+@dataclass(slots=True)
+class DryRun:
+    """Whether graphs are captured only. Compiled functions hold this and not the Session, which must be able to end."""
+
+    on: bool = False
+
+
 class Recapture(BaseException):
     """Raised by the backend when what it was given must be captured again: the model or the choice of outputs has changed."""
 
@@ -45,7 +52,7 @@ class Generation:
     """One compiled function and the largest shapes it is planned for, by batch name. Inputs seen later join it."""
 
     maxima: dict[str, Shape]
-    step: Callable[..., Any]
+    step: CompiledStep
 
     def covers(self, batch: list[tuple[str, torch.Tensor]]) -> bool:
         """True when no tensor of the batch is larger than planned."""
@@ -69,7 +76,7 @@ class Router:
     session: Session
     scope: dict[str, object] = field(default_factory=dict)
     maxima: dict[str, Shape] = field(default_factory=dict)
-    dry: bool = False
+    dry: DryRun = field(default_factory=DryRun)
     shadows: bool = True
     generations: list[Generation] = field(default_factory=list)
     _told: bool = False
@@ -84,13 +91,13 @@ class Router:
 
     def capture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Captures and plans the step of this call without running it."""
-        self.dry = True
+        self.dry.on = True
         try:
             self.call(args, kwargs)
         except CaptureComplete:
             return
         finally:
-            self.dry = False
+            self.dry.on = False
         raise PlanError("the sample call ran without a captured graph: the model computes nothing with its parameters")
 
     def free_form(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -104,9 +111,15 @@ class Router:
     def close(self) -> None:
         """Forgets every compiled function."""
         for generation in self.generations:
-            was_cut_off(generation.step)
+            generation.step.forget()
         self.generations.clear()
         self.scope, self.maxima = {}, {}
+
+    def leave_out_nothing(self) -> None:
+        """From now on graphs return every output: a forward that writes buffers cannot run again to compute what was left out."""
+        self.shadows = False
+        self.close()
+        raise Recapture
 
     # One call ---------------------------------------------------------------------------------------------------------
 
@@ -114,7 +127,11 @@ class Router:
         args, kwargs = _named(inspect.signature(plain_forward(self.session.model)), args, kwargs)
         look = transformers.Look.at(args, kwargs)
         args, kwargs = self._to_device(args), self._to_device(transformers.prepared(self.session.model, kwargs))
-        return Call(args, kwargs, batch_tensors({"args": args, "kwargs": kwargs}), look)
+        batch = batch_tensors({"args": args, "kwargs": kwargs})
+        for name, tensor in batch:
+            for dim in dynamic_dims(name, tensor):
+                mark_dynamic(tensor, dim)
+        return Call(args, kwargs, batch, look)
 
     def _to_device(self, value: Any) -> Any:
         return pytree.tree_map_only(torch.Tensor, self._tensor_to_device, value)
@@ -140,7 +157,7 @@ class Router:
         self.maxima, self.scope = generation.maxima, {"module": self.session.model, "args": call.args, "kwargs": call.kwargs}
         lazy = LazyCall.of(self, call) if torch.is_grad_enabled() and self.shadows else None
         try:
-            with self.session.home.entered(), capture_config(), call.look:
+            with self.session.home.entered(), capture_config(), call.look.entered():
                 out = generation.step(self.session.model, call.args, call.kwargs)
         except CAPTURE_FAILURES as error:
             raise self._failure(error) from None
@@ -170,10 +187,7 @@ class Router:
                 return generation
         maxima = dict(self.generations[-1].maxima) if self.generations else {}
         _learn(maxima, call.batch, self.session.options.max_shape)
-        for name, tensor in call.batch:
-            for dim in dynamic_dims(name, tensor):
-                mark_dynamic(tensor, dim)
-        return Generation(maxima, compile_step(_step_function(self.session.options.outputs, self), Backend(self.session.backend)))
+        return Generation(maxima, CompiledStep(_step_function(self.session.options.outputs, self.shadows), self.session.backend))
 
 
 class LazyCall:
@@ -236,9 +250,9 @@ class AutocastState:
         return torch.autocast(self.device_type, dtype=self.dtype, enabled=self.enabled)
 
 
-def _step_function(outputs: str, router: Router) -> Callable[..., Any]:
+def _step_function(outputs: str, shadows: bool) -> Callable[..., Any]:
     """What Dynamo traces. Its code is its own object: Dynamo's cache lives on the code, and so ends with the Generation."""
-    lazily, shadows = outputs == "auto", router.shadows
+    lazily = outputs == "auto"
 
     def step(module: Any, args: Any, kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():

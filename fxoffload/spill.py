@@ -107,9 +107,9 @@ class Spiller:
     """One scan over the events under `capacity_bytes` (device bytes beside the `fixed` inputs)."""
 
     def __init__(self, graph: fx.Graph, live: Liveness, events: list[Event], capacity_bytes: int, fixed: frozenset[Storage],
-                 kept: frozenset[Storage] = frozenset()) -> None:
+                 kept: frozenset[Storage] = frozenset(), swapped: frozenset[Storage] = frozenset()) -> None:
         self.live, self.events, self.capacity = live, events, capacity_bytes
-        self.fixed, self.kept = fixed, kept
+        self.fixed, self.kept, self.swapped = fixed, kept, swapped
         self.uses: dict[Storage, list[int]] = {}
         for event in events:
             for storage in event.reads:
@@ -148,6 +148,9 @@ class Spiller:
         for storage in (*reads, *event.makes):
             if self._next_use(storage, event.index) == NEVER and storage not in self.returned:
                 self._leave(storage)
+            elif storage in self.swapped and storage in self.there and event.index < self.border < self._next_use(storage, event.index):
+                self.previous = event.index
+                self._evict(storage, event.index + 1)
 
     def _make_room(self, incoming: int, event: Event, reads: set[Storage]) -> None:
         over = self.used_bytes + incoming - self.capacity
@@ -203,16 +206,16 @@ class Spiller:
 
 
 def scan(graph: fx.Graph, live: Liveness, budget_bytes: int | None, kept: frozenset[str] = frozenset(),
-         workspace: Callable[[fx.Node], int] = lambda node: 0) -> Scan:
+         swapped: frozenset[str] = frozenset(), workspace: Callable[[fx.Node], int] = lambda node: 0) -> Scan:
     """The scan of `graph` under `budget_bytes` of device memory, its device inputs included; unlimited when None.
 
-    `kept`: names of values that must not leave the device. The result's peak counts the device inputs too.
+    `kept`: names of values that must not leave the device; `swapped`: of values that must, until backward reads them. The result's peak counts the device inputs too.
     """
     fixed = frozenset(s for s in live.first if s.is_input and s.tier is Tier.DEVICE)
     fixed_bytes = sum(s.n_bytes for s in fixed)
     capacity = NEVER if budget_bytes is None else budget_bytes - fixed_bytes
-    stay = frozenset(s for s in live.first if s.name in kept)
-    found = Spiller(graph, live, events_of(graph, live, workspace), capacity, fixed, stay).run()
+    stay, leave = (frozenset(s for s in live.first if s.name in names) for names in (kept, swapped))
+    found = Spiller(graph, live, events_of(graph, live, workspace), capacity, fixed, stay, leave).run()
     found.peak_bytes += fixed_bytes
     return found
 

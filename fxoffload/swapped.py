@@ -1,15 +1,16 @@
 """The class swap: modules that own parameters get a subclass whose attribute returns the parameter's device copy.
 
-While a planned forward is traced, or a free-form forward runs, reading `module.weight` gives `gather(parameter)`; outside it
-gives the parameter itself, so edits persist. Name, qualname, module and the signature of `forward` stay those of the class.
+While a call of the compiled model is at work, reading `module.weight` gives `gather(parameter)`; outside it gives the parameter
+itself, so edits persist. Name, qualname, module and the signature of `forward` stay those of the class.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copyreg
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -18,17 +19,29 @@ from torch import nn
 from . import ops
 
 HOME = "_fxoffload_home"
+_PLAIN = "_fxoffload_plain_class"
 
 
 class Home:
-    """What every swapped module of one compiled model shares: the compute device, and whether a free-form forward is active."""
+    """What every swapped module of one compiled model shares: the compute device, and whether a call is at work.
+
+    `forward`: a forward that was set on the instance before compile (Accelerate does), None when the class's own is meant.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.active = False
         self.session: Any = None
+        self.forward: Callable[..., Any] | None = None
 
-
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """Parameters are read as their device copies inside."""
+        before, self.active = self.active, True
+        try:
+            yield
+        finally:
+            self.active = before
 
 
 def _gather_backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, None]:
@@ -42,52 +55,17 @@ def _gather_setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> No
 torch.library.register_autograd("fxo::gather", _gather_backward, setup_context=_gather_setup)
 
 
-def _parameter_property(name: str) -> property:
-    def get(self: nn.Module) -> torch.Tensor | None:
-        value = self._parameters[name]
-        if value is None:
-            return None
-        home = self.__dict__.get(HOME)
-        if home is None or not (torch.compiler.is_dynamo_compiling() or home.active):
-            return value
-        if value.device == home.device and home.device.type != "cpu":
-            return value
-        return torch.ops.fxo.gather(value, home.device)
-
-    return property(get)
-
-
-def _reduce_to_plain(self: nn.Module, protocol: int) -> tuple[Any, ...]:
-    state = {k: v for k, v in self.__dict__.items() if k != HOME}
-    return copyreg.__newobj__, (plain_class(type(self)),), state  # type: ignore[attr-defined]
-
-
-def _apply_in_place(self: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
-    """A change of dtype passes; a move between devices does not concern parameters whose place the plan decides."""
-    guarded = {k: p for k, p in self._parameters.items() if p is not None}
-    probes = {k: fn(torch.empty(0, dtype=p.dtype, device=p.device)) for k, p in guarded.items()}
-    for k, p in guarded.items():
-        if probes[k].dtype != p.dtype:
-            p.data = p.data.to(probes[k].dtype)
-            if p.grad is not None:
-                p.grad.data = p.grad.data.to(probes[k].dtype)
-    buffers = {k: b for k, b in self._buffers.items() if b is not None}
-    for k, b in buffers.items():
-        probe = fn(torch.empty(0, dtype=b.dtype, device=b.device))
-        if probe.dtype != b.dtype:
-            self._buffers[k] = b.to(probe.dtype)
-    if recurse:
-        for child in self.children():
-            child._apply(fn)
-    return self
-
-
-_PLAIN = "_fxoffload_plain_class"
-
-
 def plain_class(cls: type) -> type:
     """The class a swapped class stands for; any other class itself."""
     return cls.__dict__.get(_PLAIN, cls)
+
+
+def plain_forward(module: nn.Module) -> Callable[..., Any]:
+    """The forward that `module` had before the swap, bound."""
+    home = module.__dict__.get(HOME)
+    if home is not None and home.forward is not None and home.session.model is module:
+        return home.forward  # type: ignore[no-any-return]
+    return plain_class(type(module)).forward.__get__(module)  # type: ignore[attr-defined, no-any-return]
 
 
 def swapped_class(cls: type[nn.Module], names: tuple[str, ...], root: bool) -> type[nn.Module]:
@@ -100,47 +78,137 @@ def swapped_class(cls: type[nn.Module], names: tuple[str, ...], root: bool) -> t
         "__doc__": cls.__doc__,
         "__reduce_ex__": _reduce_to_plain,
         "_apply": _apply_in_place,
+        "_replicate_for_data_parallel": _refuse_replicas,
     })
     if root:
         namespace["forward"] = _routed(cls)
         namespace["fxoffload"] = property(lambda self: self.__dict__[HOME].session)
-    if isinstance(getattr(cls, "device", None), property):
+    if _has_device(cls):
         namespace["device"] = property(lambda self: self.__dict__[HOME].device)
+        namespace.setdefault("forward", _entering(cls))
     return type(cls.__name__, (cls,), namespace)
+
+
+def _has_device(cls: type) -> bool:
+    return isinstance(getattr(cls, "device", None), property)
+
+
+def _parameter_property(name: str) -> property:
+    def get(self: nn.Module) -> Any:
+        if name not in self._parameters:
+            return self.__dict__[name] if name in self.__dict__ else nn.Module.__getattr__(self, name)
+        value = self._parameters[name]
+        home = self.__dict__[HOME]
+        if value is None or not home.active or value.device == home.device and home.device.type != "cpu":
+            return value
+        return torch.ops.fxo.gather(value, home.device)
+
+    def put(self: nn.Module, value: object) -> None:
+        self.__dict__[name] = value
+
+    def delete(self: nn.Module) -> None:
+        del self.__dict__[name]
+
+    return property(get, put, delete)
 
 
 def _routed(cls: type[nn.Module]) -> Callable[..., Any]:
     @functools.wraps(cls.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_dynamo_compiling():
-            return cls.forward(self, *args, **kwargs)
-        return self.__dict__[HOME].session.call(args, kwargs)
+        home = self.__dict__[HOME]
+        if not home.active:
+            return _call(home.session.router.call, args, kwargs)
+        return cls.forward(self, *args, **kwargs) if home.forward is None else home.forward(*args, **kwargs)
 
     forward.__signature__ = inspect.signature(cls.forward)  # type: ignore[attr-defined]
     return forward
+
+
+def _entering(cls: type[nn.Module]) -> Callable[..., Any]:
+    """The forward of an inner model that can be called by itself (`generate` of a PEFT model calls the base model)."""
+
+    @functools.wraps(cls.forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        home = self.__dict__[HOME]
+        if home.active:
+            return cls.forward(self, *args, **kwargs)
+        return _call(home.session.router.free_form, (self, args, kwargs), {})
+
+    forward.__signature__ = inspect.signature(cls.forward)  # type: ignore[attr-defined]
+    return forward
+
+
+@torch.compiler.disable(recursive=False)
+def _call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A user's own torch.compile around the model ends here: the model has its own."""
+    if function.__name__ == "free_form":
+        return function(*args)
+    return function(args, kwargs)
+
+
+def _reduce_to_plain(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
+    cls = plain_class(type(self))
+    _, _, state, *_ = super(type(self), self).__reduce_ex__(max(2, int(protocol)))  # type: ignore[misc]
+    if isinstance(state, dict):
+        home = state.get(HOME)
+        state = {k: v for k, v in state.items() if k != HOME}
+        if home is not None and home.forward is not None and home.session.model is self:
+            state["forward"] = home.forward
+    # Not __newobj__: pickle insists that its class is the object's own.
+    return copyreg._reconstructor, (cls, object, None), state  # type: ignore[attr-defined]
+
+
+def _apply_in_place(self: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+    """`module.to` and the like: a change of dtype passes; a move between devices does not concern what the plan has placed."""
+
+    def staying(tensor: torch.Tensor) -> torch.Tensor:
+        probe = fn(torch.empty(0, dtype=tensor.dtype, device=tensor.device))
+        if probe.device.type == "meta":
+            raise ValueError("a compiled model cannot become meta; call model.fxoffload.close() first")
+        return fn(tensor) if probe.device == tensor.device else tensor.to(probe.dtype)
+
+    return super(type(self), self)._apply(staying, recurse)  # type: ignore[misc, no-any-return]
+
+
+def _refuse_replicas(self: nn.Module) -> nn.Module:
+    raise ValueError("a compiled model cannot be replicated by DataParallel: one process per device (DistributedDataParallel) can")
 
 
 class ClassSwap:
     """Swaps the classes of a model's modules in place and can put them back."""
 
     def __init__(self, model: nn.Module, home: Home) -> None:
-        self.home = home
-        self.originals: list[tuple[nn.Module, type[nn.Module]]] = []
-        made: dict[tuple[type, tuple[str, ...], bool], type[nn.Module]] = {}
-        for module in model.modules():
+        self.model, self.home = model, home
+        self.originals: dict[nn.Module, type[nn.Module]] = {}
+        self._made: dict[tuple[type, tuple[str, ...], bool], type[nn.Module]] = {}
+        home.forward = model.__dict__.pop("forward", None)
+        self.update()
+
+    def update(self) -> bool:
+        """Swaps what is not swapped yet: modules and parameters that came after compile. True when there were any."""
+        found = False
+        for module in self.model.modules():
             names = tuple(n for n, p in module._parameters.items() if p is not None)
+            plain = plain_class(type(module))
             owns = bool(names) or any(b is not None for b in module._buffers.values())
-            if not owns and module is not model:
+            if not owns and module is not self.model and not _has_device(plain):
                 continue
-            key = (type(module), names, module is model)
-            if key not in made:
-                made[key] = swapped_class(*key)
-            self.originals.append((module, type(module)))
-            module.__class__ = made[key]
-            module.__dict__[HOME] = home
+            key = (plain, names, module is self.model)
+            if self._made.get(key) is type(module):
+                continue
+            if HOME in module.__dict__ and module.__dict__[HOME] is not self.home:
+                raise ValueError("model: a part of it belongs to another compiled model; close that one first")
+            found = True
+            self._made.setdefault(key, swapped_class(*key))
+            self.originals[module] = plain
+            module.__class__ = self._made[key]
+            module.__dict__[HOME] = self.home
+        return found
 
     def undo(self) -> None:
         """Every module has its own class again."""
-        for module, cls in self.originals:
+        for module, cls in self.originals.items():
             module.__class__ = cls
             module.__dict__.pop(HOME, None)
+        if self.home.forward is not None:
+            self.model.__dict__.setdefault("forward", self.home.forward)

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch._dynamo
+import torch._dynamo.eval_frame
+import torch._dynamo.exc
 import torch._functorch.config
 import torch.fx as fx
+import torch._guards
+import torch.fx.experimental._config
 from torch._dynamo.backends.common import aot_autograd as _aot_autograd
 
 
@@ -35,10 +40,67 @@ def capture_config() -> Iterator[None]:
 
     ignored = {getattr(logging.Logger, n) for n in ("warning_once", "info_once") if hasattr(logging.Logger, n)}
     dynamo = torch._dynamo.config.patch(
-        ignore_logging_functions=ignored, capture_scalar_outputs=True, recompile_limit=64, accumulated_recompile_limit=4096
+        ignore_logging_functions=ignored, capture_scalar_outputs=True, recompile_limit=64, accumulated_recompile_limit=4096,
+        automatic_dynamic_shapes=False, skip_nnmodule_hook_guards=False,
     )
-    with dynamo, torch._functorch.config.patch(backward_pass_autocast="off"):
+    # Only marked sizes are symbolic, and two that happen to be equal now are not one: what a capture is valid for depends on
+    # the call alone, not on calls before it or on other models.
+    shapes = torch.fx.experimental._config.patch(use_duck_shape=False)
+    with dynamo, shapes, torch._functorch.config.patch(backward_pass_autocast="off"):
         yield
+
+
+def written_inputs() -> list[int]:
+    """Inputs of the graph AOTAutograd is compiling now that its forward writes into (torch._guards.TracingContext)."""
+    metadata = torch._guards.TracingContext.get().fw_metadata
+    return [i for i, entry in enumerate(metadata.input_info) if entry.mutates_data] if metadata is not None else []
+
+
+def allow_second_backward() -> None:
+    """The graph AOTAutograd is compiling now may run backward with retain_graph: our backward reuses no saved value's memory.
+
+    Called by the forward's compiler, after the partition (torch._functorch.config.donated_buffer is read again at run time).
+    """
+    metadata = torch._guards.TracingContext.get().fw_metadata
+    if metadata is not None:
+        metadata.bw_donated_idxs = []
+
+
+CAPTURE_FAILURES = (torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit)
+
+
+def inner_error(error: Exception) -> Exception | None:
+    """What our backend raised when that is the failure, else None."""
+    return error.inner_exception if isinstance(error, torch._dynamo.exc.BackendCompilerFailed) else None
+
+
+class WeakBackend:
+    """A bound method as Dynamo's backend without keeping its object alive: Dynamo remembers every backend it has seen."""
+
+    __name__ = "fxoffload"
+
+    def __init__(self, method: Callable[..., Any]) -> None:
+        self._method = weakref.WeakMethod(method)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        method = self._method()
+        assert method is not None, "a compiled function outlived its Session"
+        return method(*args, **kwargs)
+
+
+class CompiledStep:
+    """`function` under torch.compile with the method `backend`, as one graph or not at all."""
+
+    def __init__(self, function: Callable[..., Any], backend: Callable[..., Any]) -> None:
+        self._backend = WeakBackend(backend)
+        self._compiled = torch.compile(function, backend=self._backend, fullgraph=True)
+
+    def __call__(self, *args: Any) -> Any:
+        return self._compiled(*args)
+
+    def forget(self) -> None:
+        """Dynamo remembers this backend no more (torch._dynamo.eval_frame.cached_backends)."""
+        torch._dynamo.eval_frame.cached_backends.pop(id(self._backend), None)
 
 
 def mark_dynamic(tensor: torch.Tensor, dim: int) -> None:

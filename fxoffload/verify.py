@@ -192,13 +192,16 @@ class Machine:
                 )
 
     def _check_tiers(self, node: fx.Node) -> None:
-        """Compute runs on one side: host values reach the device, and device values the host, by memory ops only."""
+        """Compute runs on one side: host values reach the device, and device values the host, by memory ops only.
+
+        A host input may still be read beside device values: it has not been gathered yet, and the fact "resident" says when all are.
+        """
         if node.op != "call_function" or ops.spec_of(node) is not None or _needs_no_bytes(node):
             return
         sides: dict[bool, str] = {}
         for operand in operands(node):
             for storage in self._live.of.get(operand, ()):
-                if not _may_be_anywhere(operand):
+                if not _may_be_anywhere(operand) and not (storage.is_input and storage.tier.on_host):
                     sides.setdefault(storage.tier.on_host, name_of(operand))
         if len(sides) == 2:
             raise self._checked.error(node, f"%{name_of(node)} reads %{sides[True]} on the host beside %{sides[False]} on the device")

@@ -1,1 +1,13 @@
-"""The passes."""
+"""The passes of fxoffload. Each module holds one and names it PASS; they reach each other only through a Pipeline."""
+
+if __name__ != "fxoffload.passes":
+    raise ImportError("this folder is installed as fxoffload.passes; import it under that name")
+
+# The pipeline in one readable tuple each. "plan" decides on a canonical graph, "lower" applies a plan to one.
+PIPELINES = {
+    "plan": ("plan-recompute", "sink-gradients", "insert-checkpoint", "recompute", "plan-swap"),
+    "lower": (
+        "sink-gradients", "insert-checkpoint", "recompute", "insert-gather", "lower-gather", "insert-swap", "hoist-transfers",
+        "sink-waits", "insert-release",
+    ),
+}

@@ -139,4 +139,4 @@ def _between(source: fx.Node, node: fx.Node, last: fx.Node) -> bool:
     return False
 
 
-PASS = Pass("canonicalize", run, provides=frozenset({"functional"}))
+PASS = Pass("canonicalize", run, requires=frozenset({"functional"}))

@@ -7,7 +7,7 @@ import torch.fx as fx
 from fxoffload import ops
 from fxoffload.graph import by_name, info
 from fxoffload.pipeline import Context, Pass
-from fxoffload.plan import Gather, SwapIn
+from fxoffload.plans import Gather, SwapIn
 
 
 def run(graph: fx.Graph, ctx: Context) -> fx.Graph:
@@ -42,4 +42,4 @@ def _reader(node: fx.Node) -> str:
     return info(following).name
 
 
-PASS = Pass("hoist-transfers", run)
+PASS = Pass("hoist-transfers", run, requires=frozenset({"lowered", "awaited"}), breaks=frozenset({"fits"}))

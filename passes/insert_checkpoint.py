@@ -10,7 +10,7 @@ import torch.fx as fx
 from fxoffload import ops
 from fxoffload.graph import NodeInfo, Names, border_of, by_name, name_of
 from fxoffload.pipeline import Context, Pass
-from fxoffload.plan import Recompute
+from fxoffload.plans import Recompute
 
 
 def run(graph: fx.Graph, ctx: Context) -> fx.Graph:
@@ -41,4 +41,4 @@ def _after(graph: fx.Graph, border: fx.Node) -> set[fx.Node]:
     return found
 
 
-PASS = Pass("insert-checkpoint", run)
+PASS = Pass("insert-checkpoint", run, requires=frozenset({"functional"}), breaks=frozenset({"lowered"}))

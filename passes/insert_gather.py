@@ -10,7 +10,7 @@ import torch.fx as fx
 from fxoffload import ops
 from fxoffload.graph import INFO, NodeInfo, Names, by_name, info, name_of
 from fxoffload.pipeline import Context, Pass
-from fxoffload.plan import Gather
+from fxoffload.plans import Gather
 from fxoffload.versions import Build, reload
 
 
@@ -39,4 +39,7 @@ def _gather(graph: fx.Graph, parameter: fx.Node, names: Names, ctx: Context) -> 
     return build
 
 
-PASS = Pass("insert-gather", run)
+PASS = Pass(
+    "insert-gather", run, requires=frozenset({"functional"}), provides=frozenset({"resident"}),
+    breaks=frozenset({"lowered", "released", "fits"}),
+)

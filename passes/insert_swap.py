@@ -10,7 +10,7 @@ import torch.fx as fx
 from fxoffload import ops
 from fxoffload.graph import INFO, NodeInfo, Names, by_name, name_of
 from fxoffload.pipeline import Context, Pass
-from fxoffload.plan import SwapIn, SwapOut
+from fxoffload.plans import SwapIn, SwapOut
 from fxoffload.versions import Build, last_element, reload
 
 
@@ -64,4 +64,7 @@ def _host_value(value: fx.Node, ctx: Context) -> object:
         return ops.swap_out(fake, ctx.host, "pinned")
 
 
-PASS = Pass("insert-swap", run)
+PASS = Pass(
+    "insert-swap", run, requires=frozenset({"functional", "lowered"}), provides=frozenset({"awaited"}),
+    breaks=frozenset({"released", "fits"}),
+)

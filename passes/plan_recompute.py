@@ -3,7 +3,7 @@
 Option `keep`: "all" saves every value backward reads; "costly" recomputes what costs no more than reading its operands
 (pointwise ops, casts, norms); "blocks" saves only what crosses the border of a repeated block (a numbered module), and what
 is costly outside of blocks; "inputs" saves nothing. What only parameters feed is recomputed always, so that no gathered parameter
-or view of one is ever saved. Option `blocks`: how many of the blocks, in order, "blocks" applies to (default all).
+or view of one is ever saved. Option `blocks`: how many of the blocks, in order, "blocks" applies to (-1: all).
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ from fxoffload.cost import flops
 from fxoffload.graph import Bounds, Role, border_of, info, name_of, output_of
 from fxoffload.liveness import Liveness, Storage, is_view, liveness
 from fxoffload.pipeline import Context, Pass
-from fxoffload.plan import Decision, Recompute
+from fxoffload.plans import Decision, Recompute
 from fxoffload.spill import base_nodes
 
 _BLOCK = re.compile(r"^(?:.*?\.)?\d+(?=[./])")
 _COSTLY = frozenset({"embedding", "sort", "topk", "cumsum", "convolution", "native_batch_norm", "_native_batch_norm_legit"})
 
 
-def run(graph: fx.Graph, ctx: Context, keep: str = "all", blocks: int | None = None) -> tuple[Decision, ...]:
+def run(graph: fx.Graph, ctx: Context) -> tuple[Decision, ...]:
     """One Recompute decision per value, in graph order. Raises ValueError for an unknown `keep`."""
+    keep, blocks = str(ctx.options.get("keep", "all")), int(ctx.options.get("blocks", -1))
     if keep not in ("all", "costly", "blocks", "inputs"):
         raise ValueError(f"plan-recompute: keep must be all, costly, blocks or inputs, got {keep!r}")
     border = border_of(graph)
@@ -36,7 +37,7 @@ def run(graph: fx.Graph, ctx: Context, keep: str = "all", blocks: int | None = N
     values = _forward_values(graph, live, border)
     closure = _parameter_closure(graph, live, border)
     chosen = {name_of(values[s]) for s in values if _recomputed(s, values[s], closure, live, border, keep, blocks, ctx.bounds)}
-    chosen -= {decision for decision in ctx.kept_values}
+    chosen -= ctx.kept_values | ctx.swapped_values
     chosen |= {name_of(v) for v in values.values() if name_of(v) in ctx.recomputed_values}
     return tuple(Recompute(name_of(node)) for node in values.values() if name_of(node) in chosen)
 
@@ -45,8 +46,12 @@ def _forward_values(graph: fx.Graph, live: Liveness, border: fx.Node) -> dict[St
     """Every Storage forward makes that may be made again, under the node that names it."""
     end = live.index[border]
     returned = {s for v in output_of(graph).args[0][0] if isinstance(v, fx.Node) for s in live.of.get(v, ())}  # type: ignore[index]
+    written = {s for node in live.nodes[:end] if _writes(node) for s in live.of.get(node.args[0], ())}  # type: ignore[call-overload]
     found = {}
     for storage, node in base_nodes(live).items():
+        # Backward would read what forward has written there since (a running mean), not what the original read.
+        if any(s in written for operand in node.all_input_nodes for s in live.of.get(operand, ())):
+            continue
         if storage.is_input or storage in returned or live.first[storage] >= end or node.op != "call_function":
             continue
         if storage.tier is Tier.DEVICE and not is_view(node) and not _writes(node):
@@ -74,7 +79,7 @@ def _parameter_closure(graph: fx.Graph, live: Liveness, border: fx.Node) -> set[
 
 
 def _recomputed(storage: Storage, node: fx.Node, closure: set[fx.Node], live: Liveness, border: fx.Node, keep: str,
-                blocks: int | None, bounds: Bounds) -> bool:
+                blocks: int, bounds: Bounds) -> bool:
     if node in closure:
         return True
     if keep == "all":
@@ -83,7 +88,7 @@ def _recomputed(storage: Storage, node: fx.Node, closure: set[fx.Node], live: Li
         return True
     if keep == "blocks":
         block = block_of(name_of(node))
-        if block is not None and _position(block) < (blocks if blocks is not None else 1 << 30):
+        if block is not None and (blocks < 0 or _position(block) < blocks):
             return not _crosses(storage, block, live, border)
     return is_cheap(node, bounds)
 
@@ -120,4 +125,4 @@ def is_cheap(node: fx.Node, bounds: Bounds) -> bool:
     return flops(source, bounds) == 0 and "attention" not in name
 
 
-PASS = Pass("plan-recompute", run)
+PASS = Pass("plan-recompute", run, requires=frozenset({"functional"}), options={"keep": "all", "blocks": -1})

@@ -13,7 +13,7 @@ from fxoffload.errors import PlanError
 from fxoffload.graph import border_of, info, name_of
 from fxoffload.liveness import Liveness, liveness
 from fxoffload.pipeline import Context, Pass
-from fxoffload.plan import Decision, Gather, SwapIn, SwapOut
+from fxoffload.plans import Decision, Gather, SwapIn, SwapOut
 from fxoffload.spill import Scan, base_nodes, scan
 
 
@@ -41,7 +41,7 @@ def decisions_of(live: Liveness, scan: Scan, tier: Tier, border: int) -> tuple[D
 def run(graph: fx.Graph, ctx: Context) -> tuple[Decision, ...]:
     """The decisions for `graph` under `ctx.device_budget_bytes` (unlimited when None). Raises PlanError when it cannot fit."""
     live = liveness(graph, ctx.bounds)
-    found = scan(graph, live, ctx.device_budget_bytes, kept=ctx.kept_values)
+    found = scan(graph, live, ctx.device_budget_bytes, ctx.kept_values, ctx.swapped_values)
     if found.shortfall_bytes:
         raise PlanError(
             f"{found.shortfall_bytes} bytes short at {name_of(live.nodes[found.worst])}", shortfall_bytes=found.shortfall_bytes

@@ -14,8 +14,9 @@ import torch.fx as fx
 
 from fxoffload import ops
 from fxoffload.graph import INFO, NodeInfo, Names, border_of, info, name_of
-from fxoffload.liveness import is_view
+from fxoffload.liveness import is_view, view_source
 from fxoffload.pipeline import Context, Pass
+from fxoffload.versions import last_element
 
 
 def run(graph: fx.Graph, ctx: Context) -> fx.Graph:
@@ -88,6 +89,9 @@ class _Clones:
         return self.clone_of[wanted]
 
     def _clone(self, node: fx.Node, before: fx.Node) -> fx.Node:
+        if node.target is operator.getitem:
+            # Behind its tuple's other elements, so that the tuple dies there and not at the last reader.
+            before = last_element(self.clone_of[view_source(node)]).next
         saved_state = self._replay_state(node, before) if is_random(node) else None
         with self.graph.inserting_before(before):
             clone = self.graph.node_copy(node, lambda n: self.clone_of.get(n, n))
@@ -117,4 +121,7 @@ def _fake_state(node: fx.Node) -> torch.Tensor:
         return torch.empty(ops.RNG_STATE_BYTES, dtype=torch.uint8)
 
 
-PASS = Pass("recompute", run, requires=frozenset({"functional"}))
+PASS = Pass(
+    "recompute", run, requires=frozenset({"functional"}), provides=frozenset({"lowered"}),
+    breaks=frozenset({"released", "fits"}),
+)

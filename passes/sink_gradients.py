@@ -11,6 +11,7 @@ from fxoffload import ops
 from fxoffload.effects import Tier
 from fxoffload.graph import INFO, NodeInfo, Role, info, output_of
 from fxoffload.pipeline import Context, Pass
+from fxoffload.versions import last_element
 
 
 def run(graph: fx.Graph, ctx: Context) -> fx.Graph:
@@ -31,7 +32,7 @@ def run(graph: fx.Graph, ctx: Context) -> fx.Graph:
 def _sink(graph: fx.Graph, gradient: fx.Node, owner: fx.Node, ctx: Context, order: dict[fx.Node, int]) -> fx.Node:
     """A swap_out of the gradient and its wait, right after the gradient (after the border when forward made it)."""
     border = graph.find_nodes(op="call_function", target=ops.backward)[0]
-    anchor = gradient if order.get(gradient, 0) > order[border] else border
+    anchor = last_element(gradient) if order.get(gradient, 0) > order[border] else border
     name = f"{info(owner).fqn}.grad"
     with graph.inserting_after(anchor):
         start = graph.call_function(ops.swap_out, (gradient, ctx.host, info(owner).tier.value))  # type: ignore[arg-type]
@@ -44,4 +45,4 @@ def _sink(graph: fx.Graph, gradient: fx.Node, owner: fx.Node, ctx: Context, orde
     return ready
 
 
-PASS = Pass("sink-gradients", run)
+PASS = Pass("sink-gradients", run, requires=frozenset({"functional"}), breaks=frozenset({"released"}))

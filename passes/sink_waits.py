@@ -7,7 +7,7 @@ import torch.fx as fx
 from fxoffload import ops
 from fxoffload.graph import by_name
 from fxoffload.pipeline import Context, Pass
-from fxoffload.plan import SwapOut
+from fxoffload.plans import SwapOut
 from fxoffload.versions import last_element
 
 
@@ -23,4 +23,4 @@ def run(graph: fx.Graph, ctx: Context) -> fx.Graph:
     return graph
 
 
-PASS = Pass("sink-waits", run)
+PASS = Pass("sink-waits", run, requires=frozenset({"lowered", "awaited"}), breaks=frozenset({"fits"}))

@@ -171,8 +171,15 @@ def test_a_release_of_a_pending_value_is_refused() -> None:
 
 
 def test_a_device_op_on_a_host_value_is_refused() -> None:
-    message = complaint("%a: f32[8] = aten.mul.Tensor %x, %w\nreturn (%a)")
-    assert message.startswith("%a reads %w on the host beside %x on the device")
+    host = '%o: f32[8]@pinned = fxo.swap_out %x, host, "pinned"\n%h: f32[8]@pinned = fxo.wait %o\n'
+    message = complaint(host + "%a: f32[8] = aten.mul.Tensor %x, %h\nreturn (%a)")
+    assert message.startswith("%a reads %h on the host beside %x on the device")
+
+
+def test_a_host_input_may_be_read_on_the_device_until_the_graph_claims_to_be_resident() -> None:
+    lines = "%a: f32[8] = aten.mul.Tensor %x, %w\nreturn (%a)"
+    verify(graph_of(lines))
+    assert complaint(lines, frozenset({"resident"})).startswith("%a computes on %w, which is on the host")
 
 
 def test_a_host_scalar_may_join_a_device_op() -> None:

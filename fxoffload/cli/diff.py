@@ -14,7 +14,7 @@ def run(
     b: Annotated[Path, typer.Argument(help="The other of the same kind.")],
 ) -> int:
     """Show what differs between two plans or two graphs."""
-    from fxoffload.plan import Plan
+    from fxoffload.plans import Plan
 
     for path in (a, b):
         if not path.is_file():

@@ -22,7 +22,7 @@ def run(
     """Explain a plan, or list what a dump folder's passes did."""
     from rich.console import Console
 
-    from fxoffload.plan import Plan
+    from fxoffload.plans import Plan
 
     if not source.exists():
         raise ValueError(f"{source}: no such plan or dump folder")

@@ -12,7 +12,7 @@ from fxoffload.errors import PlanError
 if TYPE_CHECKING:
     import torch.fx as fx
 
-    from fxoffload.plan import GraphPlan
+    from fxoffload.plans import GraphPlan
 
 
 def run(
@@ -43,7 +43,7 @@ def run(
 def _decisions_for(graph: fx.Graph, path: Path) -> GraphPlan:
     """The part of the plan in `path` that was made for `graph`. Raises PlanError if there is none."""
     from fxoffload import text
-    from fxoffload.plan import Plan
+    from fxoffload.plans import Plan
 
     plan, fingerprint = Plan.load(path), text.fingerprint(graph)
     if fingerprint not in plan.graphs:

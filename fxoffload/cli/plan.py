@@ -16,7 +16,7 @@ from fxoffload.sizes import parse_bytes
 if TYPE_CHECKING:
     import transformers
 
-    from fxoffload.plan import Plan
+    from fxoffload.plans import Plan
 
 
 class LoadIn(str, Enum):

@@ -9,7 +9,7 @@ from rich.table import Table
 from fxoffload.sizes import format_bytes
 
 if TYPE_CHECKING:
-    from fxoffload.plan import Plan
+    from fxoffload.plans import Plan
 
 
 def plan_table(plan: Plan, title: str, n_tokens: int | None = None) -> Table:

@@ -7,8 +7,10 @@ padded. So one look per call, before the graph, picks the variant, and Dynamo is
 
 from __future__ import annotations
 
+import inspect
 import types
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +28,6 @@ class Variant:
 
 
 VARIANT = Variant()
-_MASKS = ("attention_mask", "decoder_attention_mask", "encoder_attention_mask")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,20 +38,51 @@ class Look:
     packed: bool
 
     @staticmethod
-    def at(kwargs: Mapping[str, Any]) -> Look:
-        """The look at a call's keyword arguments."""
-        masks = [kwargs[k] for k in _MASKS if isinstance(kwargs.get(k), torch.Tensor)]
-        padded = any(m.ndim != 2 or not bool((m != 0).all()) for m in masks if m.device.type != "meta")
-        positions = kwargs.get("position_ids")
-        packed = isinstance(positions, torch.Tensor) and positions.ndim == 2 and positions.device.type != "meta"
-        packed = packed and bool((positions.diff(dim=-1) != 1).any())
-        return Look(padded, packed)
+    def at(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Look:
+        """The look at a call. What cannot be judged counts as padded and packed: then the real masks are built."""
+        if any(isinstance(a, torch.Tensor) for a in args[1:]):
+            return Look(True, True)
+        masks = [v for k, v in kwargs.items() if k.endswith("attention_mask") and isinstance(v, torch.Tensor)]
+        return Look(not masks or not all(map(_is_full, masks)), _is_packed(kwargs.get("position_ids")))
 
-    def __enter__(self) -> None:
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Captures inside build what the look found. A call inside a call gives the outer one its variant back."""
+        before = VARIANT.ours, VARIANT.padded, VARIANT.packed
         VARIANT.ours, VARIANT.padded, VARIANT.packed = True, self.padded, self.packed
+        try:
+            yield
+        finally:
+            VARIANT.ours, VARIANT.padded, VARIANT.packed = before
 
-    def __exit__(self, *_: object) -> None:
-        VARIANT.ours, VARIANT.padded, VARIANT.packed = False, True, True
+
+def _is_full(mask: torch.Tensor) -> bool:
+    return mask.ndim == 2 and mask.device.type != "meta" and bool((mask != 0).all())
+
+
+def _is_packed(positions: object) -> bool:
+    if not isinstance(positions, torch.Tensor):
+        return False
+    if positions.ndim != 2 or positions.device.type == "meta":
+        return True
+    return bool((positions.diff(dim=-1) != 1).any())
+
+
+def prepared(model: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The keyword arguments as a planned call needs them: no cache, and counts as tensors (a number would be part of the graph)."""
+    kwargs = dict(kwargs)
+    if kwargs.get("use_cache") is None and _takes_use_cache(model):
+        kwargs["use_cache"] = False
+    if isinstance(kwargs.get("num_items_in_batch"), int):
+        kwargs["num_items_in_batch"] = torch.tensor(kwargs["num_items_in_batch"])
+    return kwargs
+
+
+def _takes_use_cache(model: nn.Module) -> bool:
+    if getattr(getattr(model, "config", None), "use_cache", None) is None:
+        return False
+    parameters = inspect.signature(type(model).forward).parameters.values()
+    return any(p.name == "use_cache" or p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
 
 
 class _Registered:
@@ -100,17 +132,25 @@ def _untouched(function: Any) -> Any:
     return types.FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
 
 
+_HOOK = "make_inputs_require_grads"
+
+
 class InputHooks:
     """Puts aside the forward hooks of `enable_input_require_grads`: capture cannot follow them, and planned recomputation needs
     no gradient at the embeddings' output."""
 
     def __init__(self, model: nn.Module) -> None:
+        self.model = model
         self.removed: list[tuple[nn.Module, int, Any]] = []
-        for module in model.modules():
-            for key, hook in list(module._forward_hooks.items()):
-                if getattr(hook, "__name__", "") == "make_inputs_require_grads":
-                    self.removed.append((module, key, hook))
-                    del module._forward_hooks[key]
+        self.strip()
+
+    def strip(self) -> bool:
+        """Puts aside the hooks that are there now. True when there were any."""
+        found = [(m, k, h) for m in self.model.modules() for k, h in m._forward_hooks.items() if getattr(h, "__name__", "") == _HOOK]
+        for module, key, _ in found:
+            del module._forward_hooks[key]
+        self.removed += found
+        return bool(found)
 
     def restore(self) -> None:
         """The hooks are back."""

@@ -1,4 +1,4 @@
-"""Host memory by tier: pinned blocks, pageable memory and memory-mapped files, with counters that tests read."""
+"""Host memory by tier: pinned slabs, pageable memory and one preallocated file, with counters that tests read."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import mmap
 import os
 import weakref
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -14,102 +15,151 @@ from ..effects import Tier
 from ..errors import PlanError
 from ..sizes import format_bytes
 
-# Blocks of the disk file start at multiples of a page, so that no two blocks share one.
-_ALIGNMENT = mmap.PAGESIZE
+# Blocks of a slab start at multiples of a page, so that no two blocks share one.
+ALIGNMENT = mmap.PAGESIZE
+# Pinning is paid per call and per page: a slab is never smaller than this (64 MiB pin in about 20 ms).
+SLAB_BYTES = 64 << 20
 
 
 class HostMemory:
     """Gives out host tensors per tier and counts their live bytes; a tensor's bytes end when its storage dies.
 
-    `pin`: pinned memory really is pinned (a CUDA host); elsewhere the tier is ordinary memory. `disk_dir`: where the disk tier's
-    one preallocated file lies. Raises PlanError when a tier cannot give what is asked.
+    `pin`: the pinned tier is page-locked for the device (CUDA); elsewhere it is ordinary memory. Raises PlanError when a tier cannot
+    give what is asked.
     """
 
     def __init__(self, pin: bool = False, disk_dir: str | None = None, disk_bytes: int = 0) -> None:
         self.pin = pin
         self.live_bytes: Counter[Tier] = Counter()
         self.peak_bytes: Counter[Tier] = Counter()
-        self._disk = DiskFile(disk_dir, disk_bytes) if disk_bytes else None
+        self._pinned: list[Slab] = []
+        self._disk = disk_slab(disk_dir, disk_bytes) if disk_bytes else None
 
     def empty_like(self, src: torch.Tensor, tier: Tier) -> torch.Tensor:
         """An uninitialized host tensor of `src`'s shape, stride and dtype in `tier`."""
-        n_bytes = _extent_bytes(src)
+        n_bytes = extent_bytes(src)
         storage = self._take(tier, n_bytes)
-        out = torch.empty(0, dtype=src.dtype).set_(storage, 0, src.shape, src.stride())  # type: ignore[call-overload]
+        weakref.finalize(storage, self._ended, tier, n_bytes).atexit = False
         self.live_bytes[tier] += n_bytes
         self.peak_bytes[tier] = max(self.peak_bytes[tier], self.live_bytes[tier])
-        return out
+        return torch.empty(0, dtype=src.dtype).set_(storage, 0, src.shape, src.stride())  # type: ignore[call-overload]
+
+    def reserve_pinned(self, n_bytes: int) -> None:
+        """Page-locks one slab large enough for `n_bytes` at once."""
+        if self.pin and n_bytes:
+            self._pinned.append(pinned_slab(n_bytes))
+
+    def close(self) -> None:
+        """Gives back the file and the page locks; tensors that still live keep their bytes."""
+        if self._disk is not None:
+            self._disk.close()
+        for slab in self._pinned:
+            slab.close()
+        self._pinned.clear()
 
     def _take(self, tier: Tier, n_bytes: int) -> torch.UntypedStorage:
         if tier is Tier.DISK:
             if self._disk is None:
-                raise PlanError("the plan uses the disk tier but no disk budget was given; pass disk_budget= and disk_dir=")
+                raise PlanError("the plan uses the disk tier but there is no file; pass disk_budget= and disk_dir=")
             storage = self._disk.take(n_bytes)
-        elif tier is Tier.PINNED and self.pin:
-            storage = torch.empty(n_bytes, dtype=torch.uint8, pin_memory=True).untyped_storage()
-        else:
-            storage = torch.UntypedStorage(n_bytes)
-        weakref.finalize(storage, self._ended, tier, n_bytes)
+            if storage is None:
+                raise PlanError(f"the disk file of {format_bytes(self._disk.n_bytes)} is full: {format_bytes(n_bytes)} more are needed")
+            return storage
+        if tier is Tier.PINNED and self.pin:
+            return self._take_pinned(n_bytes)
+        return torch.UntypedStorage(n_bytes)
+
+    def _take_pinned(self, n_bytes: int) -> torch.UntypedStorage:
+        for slab in self._pinned:
+            storage = slab.take(n_bytes)
+            if storage is not None:
+                return storage
+        self._pinned.append(pinned_slab(max(SLAB_BYTES, n_bytes)))
+        storage = self._pinned[-1].take(n_bytes)
+        assert storage is not None
         return storage
 
     def _ended(self, tier: Tier, n_bytes: int) -> None:
         self.live_bytes[tier] -= n_bytes
 
-    def close(self) -> None:
-        """Ends the disk file; its bytes stay readable through tensors that still map it."""
-        if self._disk is not None:
-            self._disk.close()
 
+class Slab:
+    """Blocks of one mapped region, first fit; a block returns when its storage dies."""
 
-class DiskFile:
-    """Blocks of one preallocated file, memory-mapped; the name is gone from the folder while the bytes are in use."""
+    def __init__(self, region: mmap.mmap, on_close: Callable[[], None]) -> None:
+        self.n_bytes = len(region)
+        self._region, self._on_close = region, on_close
+        self._free: list[tuple[int, int]] = [(0, self.n_bytes)]
 
-    def __init__(self, folder: str | None, n_bytes: int) -> None:
-        if folder is None:
-            raise ValueError("disk_dir: a folder is needed with disk_budget")
-        self.path = Path(folder) / f"fxoffload-{os.getpid()}-{id(self):x}.swap"
-        try:
-            with open(self.path, "wb") as file:
-                os.posix_fallocate(file.fileno(), 0, n_bytes)
-        except OSError as error:
-            self.path.unlink(missing_ok=True)
-            raise PlanError(f"disk_dir {folder}: cannot preallocate {format_bytes(n_bytes)}: {error.strerror}") from None
-        with open(self.path, "r+b") as file:
-            self._map = mmap.mmap(file.fileno(), n_bytes)
-        self.n_bytes = n_bytes
-        self._free: list[tuple[int, int]] = [(0, n_bytes)]
-
-    def take(self, n_bytes: int) -> torch.UntypedStorage:
-        """A Storage mapped onto a free block, given back when it dies. Raises PlanError when no block is large enough."""
-        size = max(_ALIGNMENT, -(-n_bytes // _ALIGNMENT) * _ALIGNMENT)
+    def take(self, n_bytes: int) -> torch.UntypedStorage | None:
+        """A Storage over a free block of `n_bytes`, None when no block is large enough."""
+        size = _round_up(max(n_bytes, 1))
         for i, (offset, free) in enumerate(self._free):
             if free >= size:
                 self._free[i] = (offset + size, free - size)
-                block = torch.frombuffer(self._map, dtype=torch.uint8, count=max(n_bytes, 1), offset=offset)
+                block = torch.frombuffer(self._region, dtype=torch.uint8, count=max(n_bytes, 1), offset=offset)
                 storage = block.untyped_storage()
-                weakref.finalize(storage, self._give_back, offset, size)
+                weakref.finalize(storage, self._give_back, offset, size).atexit = False
                 return storage
-        raise PlanError(f"the disk file of {format_bytes(self.n_bytes)} is full: {format_bytes(n_bytes)} more are needed")
+        return None
+
+    def close(self) -> None:
+        """Ends what the region was registered with."""
+        self._on_close()
 
     def _give_back(self, offset: int, size: int) -> None:
-        blocks = sorted([*self._free, (offset, size)])
         merged: list[tuple[int, int]] = []
-        for start, length in blocks:
+        for start, length in sorted([*self._free, (offset, size)]):
             if merged and merged[-1][0] + merged[-1][1] == start:
                 merged[-1] = (merged[-1][0], merged[-1][1] + length)
             elif length:
                 merged.append((start, length))
         self._free = merged
 
-    def close(self) -> None:
-        """Removes the file."""
-        self.path.unlink(missing_ok=True)
+
+def pinned_slab(n_bytes: int) -> Slab:
+    """Page-locked memory of exactly `n_bytes` (whole pages; the caching host allocator would round up to a power of two).
+
+    Raises PlanError when the system refuses, with its memlock limit.
+    """
+    region = mmap.mmap(-1, _round_up(n_bytes))
+    address = torch.frombuffer(region, dtype=torch.uint8, count=1).data_ptr()
+    runtime = torch.cuda.cudart()
+    error = runtime.cudaHostRegister(address, len(region), 0)
+    if int(error) != 0:
+        raise PlanError(f"cannot pin {format_bytes(n_bytes)} of host memory: {error}. Pass pin_memory=False, or raise `ulimit -l`.")
+    return Slab(region, lambda: runtime.cudaHostUnregister(address) and None)
 
 
-def _extent_bytes(src: torch.Tensor) -> int:
+def disk_slab(folder: str | None, n_bytes: int) -> Slab:
+    """A preallocated file of `n_bytes` in `folder`, mapped; it goes when the slab is closed. Raises PlanError when it cannot be made."""
+    if folder is None:
+        raise ValueError("disk_dir: a folder is needed with disk_budget")
+    path = Path(folder) / f"fxoffload-{os.getpid()}-{os.urandom(4).hex()}.swap"
+    try:
+        with open(path, "w+b") as file:
+            os.posix_fallocate(file.fileno(), 0, _round_up(n_bytes))
+            region = mmap.mmap(file.fileno(), _round_up(n_bytes))
+    except OSError as error:
+        path.unlink(missing_ok=True)
+        raise PlanError(f"disk_dir {folder}: cannot preallocate {format_bytes(n_bytes)}: {error.strerror}") from None
+    return Slab(region, lambda: path.unlink(missing_ok=True))
+
+
+def extent_bytes(src: torch.Tensor) -> int:
+    """Bytes from a tensor's first to its last element."""
     extent = 1
     for size, stride in zip(src.shape, src.stride()):
         if size == 0:
             return 0
         extent += (size - 1) * stride
     return extent * src.element_size()
+
+
+def slab_bytes(src: torch.Tensor) -> int:
+    """Bytes that a block for `src` takes in a slab: whole pages."""
+    return _round_up(max(extent_bytes(src), 1))
+
+
+def _round_up(n_bytes: int) -> int:
+    return -(-n_bytes // ALIGNMENT) * ALIGNMENT

@@ -79,16 +79,22 @@ class StreamEngine:
         self.module = torch.get_device_module(device)
         self.h2d, self.d2h = self.module.Stream(device), self.module.Stream(device)
         self.moved_bytes: Counter[str] = Counter()
+        self._last_in: torch.Event | None = None
         self._to_host: list[Transfer] = []
 
     def swap_in(self, src: torch.Tensor) -> Transfer:
         out = torch.empty_strided(src.shape, src.stride(), dtype=src.dtype, device=self.device)
         self.moved_bytes["h2d"] += out.nbytes
-        return self._copy(out, src, self.h2d)
+        transfer = self._copy(out, src, self.h2d)
+        self._last_in = transfer.done
+        return transfer
 
     def swap_out(self, src: torch.Tensor, tier: str) -> Transfer:
         out = self.memory.empty_like(src, Tier(tier))
         self.moved_bytes["d2h"] += out.nbytes
+        if self._last_in is not None:
+            # The host block may be one that a copy to the device still reads: its tensor is gone, its bytes are not.
+            self.d2h.wait_event(self._last_in)
         transfer = self._copy(out, src, self.d2h)
         self._to_host.append(transfer)
         return transfer
@@ -100,7 +106,7 @@ class StreamEngine:
 
     def finish(self) -> None:
         if self._to_host:
-            # In order on one stream: the last one ends them all.
+            # In order on one stream, and behind every copy to the device: the last one ends them all.
             self._to_host[-1].done.synchronize()
             self._to_host.clear()
 
@@ -118,4 +124,4 @@ def engine_for(device: torch.device, memory: HostMemory) -> SynchronousEngine | 
     if device.type == "cpu":
         return SynchronousEngine(device, memory)
     module = torch.get_device_module(device)
-    return StreamEngine(device, memory) if hasattr(module, "Stream") and device.type != "privateuseone" else SynchronousEngine(device, memory)
+    return StreamEngine(device, memory) if hasattr(module, "Stream") else SynchronousEngine(device, memory)

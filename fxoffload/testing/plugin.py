@@ -1,18 +1,20 @@
-"""pytest plugin of fxoffload: the fixtures `simulated_device` and `assert_golden`, the option `--update-golden`.
+"""pytest plugin of fxoffload: the fixtures `assert_golden`, `numeric_twin` and `simulated_device`, the option `--update-golden`.
 
 Loaded by every pytest run of an environment that has fxoffload installed, hence no import of torch at the top.
 """
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 if TYPE_CHECKING:
+    import torch.fx as fx
+
+    from fxoffload.pipeline import Pass
     from fxoffload.testing.simulated_device import SimulatedDevice
 
 
@@ -57,25 +59,23 @@ def _reset(device: SimulatedDevice) -> None:
 
 
 @pytest.fixture
-def assert_golden(request: pytest.FixtureRequest) -> Callable[[str, str | Path], None]:
-    """`assert_golden(text, path)`: text equals the file at path (relative to the test's folder), else the test fails
-    with a unified diff. With `--update-golden` the file is rewritten instead."""
+def assert_golden(request: pytest.FixtureRequest) -> Callable[..., None]:
+    """`assert_golden("my_pass.ir", "my-pass")`: the golden file (relative to the test's folder) holds for a Pass or a pipeline
+    text; see `testing.golden.check_golden`. With `--update-golden` the file is rewritten instead."""
     folder = request.path.parent
     update = bool(request.config.getoption("--update-golden"))
 
-    def check(text: str, path: str | Path) -> None:
-        _compare(text, folder / path, update)
+    def check(path: str | Path, passes: str | Pass | Sequence[Pass], twin: bool = True) -> None:
+        from fxoffload.testing.golden import check_golden
+
+        check_golden(folder / path, passes, update, twin)
 
     return check
 
 
-def _compare(text: str, path: Path, update: bool) -> None:
-    golden = path.read_text() if path.exists() else ""
-    if text == golden and path.exists():
-        return
-    if update:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-        return
-    diff = difflib.unified_diff(golden.splitlines(), text.splitlines(), str(path), "this run", lineterm="")
-    pytest.fail("\n".join([*diff, f"{path} differs; if this is meant, run pytest --update-golden"]), pytrace=False)
+@pytest.fixture
+def numeric_twin() -> Callable[[fx.Graph, fx.Graph], None]:
+    """`numeric_twin(before, after)`: both graphs give the same bits on the adversarial reference runtime."""
+    from fxoffload.testing.twins import assert_same_results
+
+    return assert_same_results

@@ -16,7 +16,7 @@ from fxoffload import cli
 from fxoffload.cli.options import parse_lora
 from fxoffload.effects import Tier
 from fxoffload.errors import PlanError
-from fxoffload.plan import GraphPlan, Plan, Prediction, Recompute, Reside
+from fxoffload.plans import GraphPlan, Plan, Prediction, Recompute, Reside
 from fxoffload.training.config import LoraOptions
 
 

@@ -1,20 +1,15 @@
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 
 from fxoffload import ops, text
 from fxoffload.errors import VerifyError
-from fxoffload.pipeline import Context, get_pass, parse_pipeline
-from fxoffload.testing.golden import assert_golden
+from fxoffload.pipeline import parse_pipeline
 
-GOLDEN = Path(__file__).with_name("insert_release.ir")
-RELEASE = get_pass("insert-release")
-
-
-def test_insert_release_writes_the_golden_text() -> None:
-    assert_golden(GOLDEN, lambda graph, bounds: RELEASE.run(graph, Context(bounds)), facts=frozenset({"released"}))
+def test_insert_release_writes_the_golden_text(assert_golden: Callable[..., None]) -> None:
+    assert_golden("insert_release.ir", "insert-release")
 
 
 def test_insert_release_refuses_a_transfer_that_nobody_awaits() -> None:

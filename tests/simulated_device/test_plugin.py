@@ -12,18 +12,22 @@ from fxoffload.testing import plugin
 pytest_plugins = ["pytester"]
 
 
+GIVEN = 'graph "g"\n%x: f32[8] = input {role=batch}\n%a: f32[8] = aten.relu %x\n%b: f32[8] = aten.neg %a\nreturn (%b)\n'
+TEST = "def test_text(assert_golden): assert_golden('case.ir', 'insert-release')"
+
+
 def test_a_golden_file_that_differs_fails_with_a_diff_until_it_is_updated(pytester: pytest.Pytester) -> None:
-    pytester.makepyfile("def test_text(assert_golden): assert_golden('new', 'golden/text.txt')")
-    golden = pytester.mkdir("golden") / "text.txt"
-    golden.write_text("old")
-    pytester.runpytest_inprocess().stdout.fnmatch_lines(["-old", "+new", "*--update-golden"])
+    pytester.makepyfile(TEST)
+    golden = pytester.path / "case.ir"
+    golden.write_text(GIVEN + "// -----\n" + GIVEN)
+    pytester.runpytest_inprocess().stdout.fnmatch_lines(["*+fxo.release %a*"])
     assert pytester.runpytest_inprocess("--update-golden").ret == 0
-    assert golden.read_text() == "new"
+    assert golden.read_text().startswith(GIVEN) and golden.read_text().count("fxo.release %a\n") == 1
     assert pytester.runpytest_inprocess().ret == 0
 
 
 def test_a_missing_golden_file_fails(pytester: pytest.Pytester) -> None:
-    pytester.makepyfile("def test_text(assert_golden): assert_golden('', 'missing.txt')")
+    pytester.makepyfile(TEST)
     assert pytester.runpytest_inprocess().ret == 1
 
 

@@ -203,11 +203,11 @@ def plan_from(raw: object, source: str) -> Plan:
     try:
         graphs = {
             fingerprint: GraphPlan(
-                g["label"], tuple(_decision(d) for d in g["decisions"]), tuple(g["saved"]), Prediction(**g["predicted"])
+                g["label"], tuple(decision_from(d) for d in g["decisions"]), tuple(g["saved"]), Prediction(**g["predicted"])
             )
             for fingerprint, g in raw["graphs"].items()
         }
-        residency = tuple(_decision(d) for d in raw["residency"])
+        residency = tuple(decision_from(d) for d in raw["residency"])
         if not all(isinstance(r, Reside) for r in residency):
             raise ValueError("residency holds something else than reside")
         return Plan(
@@ -218,7 +218,8 @@ def plan_from(raw: object, source: str) -> Plan:
         raise PlanError(f"{source}: damaged plan: {error!r}") from None
 
 
-def _decision(raw: Mapping[str, object]) -> Decision:
+def decision_from(raw: Mapping[str, object]) -> Decision:
+    """A Decision from parsed JSON. Raises KeyError for an unknown kind, TypeError or ValueError for a wrong field."""
     fields = dict(raw)
     kind = _KINDS[str(fields.pop("kind"))]
     if "tier" in fields:

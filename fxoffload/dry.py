@@ -1,0 +1,96 @@
+"""Models and batches for planning without weights: parameters on the meta device, buffers as they are built."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def model_without_weights(model_or_config: Any, lora: Any = None, quantization: Any = None) -> nn.Module:
+    """A module to plan: the given one, or one built on the meta device from a config, a folder or a config.json.
+
+    Raises ValueError when the argument is none of these or the model type is unknown to transformers.
+    """
+    if isinstance(model_or_config, nn.Module):
+        if lora is not None or quantization is not None:
+            raise ValueError("lora and quantization apply to a config; apply them to the module yourself")
+        return model_or_config
+    config = _config(model_or_config)
+    model = _build(config)
+    if quantization is not None:
+        from .integrations.bitsandbytes import quantize_meta
+
+        quantize_meta(model, quantization)
+    if lora is not None:
+        import peft
+
+        model = peft.get_peft_model(model, lora, low_cpu_mem_usage=True)
+    return model.train()
+
+
+def _build(config: Any) -> nn.Module:
+    """The model class the config names, parameters on meta and buffers real (their values decide nothing, their bytes count)."""
+    import transformers
+    from accelerate import init_empty_weights
+
+    dtype = getattr(config, "dtype", None) or torch.float32
+    names = getattr(config, "architectures", None) or []
+    with init_empty_weights(include_buffers=False):
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype))
+        try:
+            cls = getattr(transformers, names[0], None) if names else None
+            if cls is not None:
+                return cls(config).train()  # type: ignore[no-any-return]
+            return transformers.AutoModelForCausalLM.from_config(config).train()  # type: ignore[no-any-return]
+        finally:
+            torch.set_default_dtype(before)
+
+
+def _config(source: Any) -> Any:
+    import transformers
+
+    if isinstance(source, transformers.PretrainedConfig):
+        return source
+    if not isinstance(source, (str, Path)):
+        raise ValueError(f"model: expected a module, a transformers config, a folder or a config.json, got {type(source).__name__}")
+    path = Path(source)
+    path = path / "config.json" if path.is_dir() else path
+    if not path.is_file():
+        raise ValueError(f"model: no config.json at {str(source)!r}")
+    try:
+        raw = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"model: {path} is not JSON: {error}") from None
+    model_type = raw.pop("model_type", None) if isinstance(raw, dict) else None
+    if model_type not in transformers.CONFIG_MAPPING:
+        raise ValueError(f"model: {path} has model_type {model_type!r}, which transformers {transformers.__version__} does not know")
+    return transformers.AutoConfig.for_model(model_type, **raw)
+
+
+def sample_batch(batch_or_spec: Any, model: nn.Module) -> Any:
+    """A batch to trace with: the given one, zeros for a mapping of (shape, dtype), tokens and labels for (batch, sequence)."""
+    if isinstance(batch_or_spec, tuple) and len(batch_or_spec) == 2 and all(isinstance(n, int) for n in batch_or_spec):
+        ids = torch.zeros(batch_or_spec, dtype=torch.int64)
+        return {"input_ids": ids, "labels": ids.clone()}
+    if isinstance(batch_or_spec, Mapping) and all(_is_spec(v) for v in batch_or_spec.values()):
+        return {name: torch.zeros(tuple(shape), dtype=_dtype(dtype)) for name, (shape, dtype) in batch_or_spec.items()}
+    return batch_or_spec
+
+
+def _is_spec(value: Any) -> bool:
+    return isinstance(value, (tuple, list)) and len(value) == 2 and isinstance(value[0], (tuple, list))
+
+
+def _dtype(value: Any) -> torch.dtype:
+    if isinstance(value, torch.dtype):
+        return value
+    found = getattr(torch, str(value), None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"batch: unknown dtype {value!r}")
+    return found

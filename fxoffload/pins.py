@@ -1,0 +1,56 @@
+"""Pins: what the caller has decided, as constraints on every plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from .errors import PlanError
+
+PARAMETER_PLACES = ("device", "host", "pinned", "pageable", "disk")
+VALUE_PLACES = ("keep", "swap", "checkpoint")
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """`pattern` (shell style) over parameter names or canonical value names, and where or how what it matches is to live."""
+
+    pattern: str
+    place: str
+
+
+def pin(pattern: str, place: str) -> Pin:
+    """A constraint for `compile(pins=...)` and `plan(pins=...)`.
+
+    For parameters `place` is "device", "host" (any host tier), "pinned", "pageable" or "disk"; for activations "keep" (stay on the
+    device), "swap" (leave for the host until backward) or "checkpoint" (recompute in backward). Raises ValueError for another place.
+    """
+    if place not in PARAMETER_PLACES + VALUE_PLACES:
+        raise ValueError(f"pin {pattern!r}: place must be one of {', '.join(PARAMETER_PLACES + VALUE_PLACES)}; got {place!r}")
+    return Pin(pattern, place)
+
+
+def pinned_names(pins: Iterable[Pin], names: Iterable[str], places: tuple[str, ...]) -> dict[str, str]:
+    """Name -> place for every name a pin on one of `places` matches. Raises PlanError when two pins disagree on a name.
+
+    Canonical value names match with "/" read as ".", so "*.mlp.*" takes everything inside an mlp module.
+    """
+    found: dict[str, str] = {}
+    wanted = [p for p in pins if p.place in places]
+    for name in names:
+        for one in wanted:
+            if not (fnmatchcase(name, one.pattern) or fnmatchcase(name.replace("/", "."), one.pattern)):
+                continue
+            if found.get(name, one.place) != one.place:
+                raise PlanError(f"pins disagree on {name}: {found[name]} and {one.place}")
+            found[name] = one.place
+    return found
+
+
+def check_pins(pins: Iterable[Pin], names: Iterable[str]) -> None:
+    """Raises ValueError for a parameter pin that matches no parameter."""
+    known = list(names)
+    for one in pins:
+        if one.place in PARAMETER_PLACES and not any(fnmatchcase(name, one.pattern) for name in known):
+            raise ValueError(f"pin {one.pattern!r} matches no parameter")

@@ -1,0 +1,240 @@
+"""Planning for one model: every graph that a Session meets is planned here before it runs, all under one budget.
+
+The first graph decides where parameters reside; every later one (evaluation, another shape, another set of trained parameters) is
+planned in what that leaves, or refused.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+import torch.fx as fx
+from torch import nn
+
+from . import text
+from .effects import Tier
+from .errors import PlanError
+from .graph import Bounds, Role, border_of, copy_graph, info, output_of
+from .liveness import base_nodes, liveness
+from .machine import Machine
+from .pins import PARAMETER_PLACES, VALUE_PLACES, Pin, check_pins, pinned_names
+from .pipeline import Context, Pipeline, get_pass
+from .planner import USER_SCALAR_BYTES, Parameter, Problem, Solution, place_parameters, solve
+from .plans import GraphPlan, Plan, Prediction, Reside
+from .sizes import format_bytes
+from .split import split
+
+log = logging.getLogger("fxoffload")
+
+# Host bytes an optimizer keeps per trained parameter byte; its states have the parameter's dtype.
+STATE_FACTORS: Mapping[str, int] = {
+    "adamw": 2, "adam": 2, "nadam": 2, "radam": 2, "adamax": 2, "lion": 1, "sgd": 1, "adagrad": 1, "rmsprop": 3, "none": 0,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Budgets:
+    """Bytes a model may use, and where its host tiers may lie."""
+
+    device_bytes: int
+    host_bytes: int | None = None
+    disk_bytes: int = 0
+    pinned: bool = False
+
+
+@dataclass
+class Planning:
+    """`plan`: the Plan so far. `resident`: names of the parameters on the device, None until the first graph is planned."""
+
+    model: nn.Module
+    device: torch.device
+    budgets: Budgets
+    machine: Machine
+    plan: Plan | None = None
+    pins: tuple[Pin, ...] = ()
+    numerics: str = "bitwise"
+    replan: bool = True
+    may_reside: bool = True
+    state_factor: int = 2
+    dump_dir: Path | None = None
+    resident: frozenset[str] | None = None
+    homes: dict[str, Tier] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_pins(self.pins, (name for name, _ in self.model.named_parameters()))
+        self.homes = self._homes()
+        if self.plan is not None:
+            self.resident = frozenset(r.value for r in self.plan.residency if r.tier is Tier.DEVICE)
+            self.homes.update({r.value: r.tier for r in self.plan.residency if r.tier.on_host})
+
+    # Lowering a captured graph ----------------------------------------------------------------------------------------
+
+    def lower(self, graph: fx.Graph, maxima: Mapping[str, tuple[int, ...]]) -> tuple[str, fx.Graph]:
+        """The label and the lowered form of a captured Step under the plan, which this may extend.
+
+        Raises PlanError when the budget, the plan or replan=False forbid it.
+        """
+        context = self._context(graph, maxima)
+        graph = get_pass("canonicalize").run(graph, context)
+        fingerprint = text.fingerprint(graph)
+        if self.plan is None or fingerprint not in self.plan.graphs:
+            if self.plan is not None and not self.replan:
+                raise PlanError(f"the plan does not cover this graph (fingerprint {fingerprint[:12]}) and replan=False")
+            self._extend(graph, context, fingerprint)
+        assert self.plan is not None
+        known = self.plan.graphs[fingerprint]
+        place_parameters(graph, self.parameters(), self.resident or frozenset())
+        output_of(graph).meta[text.LABEL] = known.label
+        dumps = self.dump_dir / known.label if self.dump_dir is not None else None
+        lowered = REWRITES().run(graph, replace(context, plan=known), dumps)
+        saved = saved_of(lowered)
+        if saved != known.saved:
+            raise PlanError(f"{known.label}: the graph saves other values than the plan says: {sorted(set(saved) ^ set(known.saved))[:4]}")
+        return known.label, lowered
+
+    def _context(self, graph: fx.Graph, maxima: Mapping[str, tuple[int, ...]]) -> Context:
+        return Context(
+            bounds=bounds_of(graph, maxima), device_budget_bytes=self.budgets.device_bytes, device=self.device,
+            swap_tier=self._host_tier(),
+        )
+
+    def _host_tier(self) -> Tier:
+        return Tier.PINNED if self.budgets.pinned else Tier.PAGEABLE
+
+    # Making plans -----------------------------------------------------------------------------------------------------
+
+    def _extend(self, graph: fx.Graph, context: Context, fingerprint: str) -> None:
+        solution = solve(self._problem(graph, self._pinned(graph, context)))
+        label = self._label(graph)
+        graph_plan = GraphPlan(label, solution.decisions, saved_of(solution.lowered), self._prediction(solution))
+        if self.plan is None:
+            self.resident = solution.resident
+            self.plan = Plan(
+                self.budgets.device_bytes, self.budgets.host_bytes, self.machine.name, self.numerics, self._residency(), {})
+        self.plan = self.plan.with_graph(fingerprint, graph_plan)
+        log.info("plan %s, graph %s: %s", self.plan.id, label, summary(graph_plan))
+
+    def _pinned(self, graph: fx.Graph, context: Context) -> Context:
+        """The context with the caller's pins on values, by canonical name."""
+        if not any(p.place in VALUE_PLACES for p in self.pins):
+            return context
+        live = liveness(graph, context.bounds)
+        names = [info(node).name for storage, node in base_nodes(live).items() if not storage.is_input]
+        places = pinned_names(self.pins, names, VALUE_PLACES)
+        chosen = {place: frozenset(n for n, p in places.items() if p == place) for place in VALUE_PLACES}
+        return replace(
+            context, kept_values=chosen["keep"], swapped_values=chosen["swap"], recomputed_values=chosen["checkpoint"])
+
+    def _problem(self, graph: fx.Graph, context: Context) -> Problem:
+        inputs = {info(n).fqn for n in graph.find_nodes(op="placeholder")}
+        buffers = sum(b.nbytes for n, b in self.model.named_buffers() if n not in inputs)
+        overhead = self.machine.overhead_bytes if self.machine.device_type == "cuda" else 0
+        pinned = pinned_names(self.pins, self.parameters(), PARAMETER_PLACES)
+        on_device = frozenset(n for n, place in pinned.items() if place == "device")
+        return Problem(
+            graph, context, self.parameters(), self.machine, buffers + USER_SCALAR_BYTES + overhead,
+            self.resident if self.may_reside else frozenset(), on_device, frozenset(pinned) - on_device,
+        )
+
+    def parameters(self) -> dict[str, Parameter]:
+        """Every parameter with its bytes and the tier it has off the device."""
+        return {
+            name: Parameter(name, p.untyped_storage().nbytes() or p.nbytes, p.requires_grad, self.homes[name])
+            for name, p in self.model.named_parameters()
+        }
+
+    def _homes(self) -> dict[str, Tier]:
+        """The host tier of every parameter: pins first, then the host budget, frozen and large ones to disk when it is short.
+
+        Raises PlanError naming the host bytes that are missing.
+        """
+        pinned = pinned_names(self.pins, (n for n, _ in self.model.named_parameters()), ("pinned", "pageable", "disk"))
+        homes = {name: Tier(pinned[name]) if name in pinned else self._host_tier() for name, _ in self.model.named_parameters()}
+        if self.budgets.host_bytes is None:
+            return homes
+        short = self._host_bytes(homes) - self.budgets.host_bytes
+        disk_left = self.budgets.disk_bytes - sum(p.nbytes for n, p in self.model.named_parameters() if homes[n] is Tier.DISK)
+        for name, parameter in sorted(self.model.named_parameters(), key=lambda pair: (pair[1].requires_grad, -pair[1].nbytes, pair[0])):
+            if short <= 0:
+                break
+            if name in pinned or parameter.nbytes > disk_left:
+                continue
+            homes[name] = Tier.DISK
+            short, disk_left = short - parameter.nbytes, disk_left - parameter.nbytes
+        if short > 0:
+            raise PlanError(
+                f"host_budget of {self.budgets.host_bytes} bytes ({format_bytes(self.budgets.host_bytes)}) is {short} bytes short for "
+                f"parameters, gradients and optimizer states. A disk_budget that much larger (with disk_dir) would help.", short)
+        return homes
+
+    def _host_bytes(self, homes: Mapping[str, Tier]) -> int:
+        """Parameters off the disk, one gradient set and the optimizer's states."""
+        total = 0
+        for name, p in self.model.named_parameters():
+            total += p.nbytes if homes[name] is not Tier.DISK else 0
+            total += p.nbytes * (1 + self.state_factor) if p.requires_grad else 0
+        return total
+
+    def _label(self, graph: fx.Graph) -> str:
+        kind = "train" if border_of(graph) is not None else "forward"
+        taken = sum(1 for g in (self.plan.graphs.values() if self.plan else ()) if g.label.split("-")[0] == kind)
+        return kind if not taken else f"{kind}-{taken}"
+
+    def _prediction(self, solution: Solution) -> Prediction:
+        simulation = solution.simulation
+        off = [p for p in self.parameters().values() if p.fqn not in solution.resident]
+        states = self.state_factor * sum(p.n_bytes for p in off if p.trainable)
+        host = sum(p.n_bytes for p in off if p.home is not Tier.DISK) + states + simulation.host_peak_bytes
+        disk = sum(p.n_bytes for p in off if p.home is Tier.DISK) + simulation.disk_peak_bytes
+        return Prediction(
+            simulation.device_peak_bytes, host, disk, simulation.step_s, simulation.peak_node, simulation.moved_bytes)
+
+    def _residency(self) -> tuple[Reside, ...]:
+        resident = self.resident or frozenset()
+        return tuple(Reside(p.fqn, Tier.DEVICE if p.fqn in resident else p.home, p.n_bytes) for p in self.parameters().values())
+
+
+def REWRITES() -> Pipeline:
+    """The rewrites that lower a canonical graph, as one Pipeline."""
+    from .passes import PIPELINES
+
+    return Pipeline([get_pass(name) for name in PIPELINES["lower"]])
+
+
+def bounds_of(graph: fx.Graph, maxima: Mapping[str, tuple[int, ...]]) -> Bounds:
+    """The largest value of every symbol: the batch's maxima where a symbol is a size of it, else what it was traced with."""
+    found: dict[str, int] = {}
+    for node in graph.find_nodes(op="placeholder"):
+        value = node.meta.get("val")
+        known = maxima.get(info(node).name.removeprefix("batch."))
+        if not isinstance(value, torch.Tensor):
+            continue
+        for i, size in enumerate(value.shape):
+            if isinstance(size, torch.SymInt) and size.node.expr.is_symbol:
+                symbol = str(size.node.expr)
+                found[symbol] = max(found.get(symbol, 0), known[i] if known is not None and i < len(known) else size.node.hint)
+    return Bounds(found)
+
+
+def saved_of(lowered: fx.Graph) -> tuple[str, ...]:
+    """Names of what forward hands to backward, inputs and symbols apart; () without a backward."""
+    if border_of(lowered) is None:
+        return ()
+    inputs = {info(n).name for n in lowered.find_nodes(op="placeholder")}
+    return tuple(n for n in split(lowered).saved if n not in inputs)
+
+
+def summary(graph_plan: GraphPlan) -> str:
+    """One line: nodes to be inserted by kind and predicted peaks; an identity rewrite says so."""
+    counts: dict[str, int] = {}
+    for decision in graph_plan.decisions:
+        kind = type(decision).__name__.lower()
+        counts[kind] = counts.get(kind, 0) + 1
+    inserted = ", ".join(f"{n} {kind}" for kind, n in sorted(counts.items())) or "nothing inserted: an identity rewrite"
+    p = graph_plan.predicted
+    step = f", {p.step_s:.4f} s" if p.step_s is not None else ""
+    return f"{inserted}; predicted device {format_bytes(p.device_peak_bytes)}, host {format_bytes(p.host_peak_bytes)}{step}"

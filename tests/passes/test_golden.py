@@ -1,0 +1,26 @@
+"""Every rewrite of ours against its golden file; see fxoffload/testing/golden.py for what is checked beside the text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fxoffload.pipeline import get_pass
+
+HERE = Path(__file__).parent
+REWRITES = sorted(p.stem for p in (HERE.parents[1] / "passes").glob("*.py") if not p.stem.startswith(("plan_", "__init__")))
+
+
+@pytest.mark.parametrize("stem", REWRITES)
+def test_a_pass_writes_its_golden_text_and_changes_no_bit(stem: str, assert_golden: Callable[..., None]) -> None:
+    assert_golden(f"{stem}.ir", stem.replace("_", "-"))
+
+
+@pytest.mark.parametrize("stem", REWRITES)
+def test_a_golden_file_shows_the_pass_at_work_and_leaving_alone(stem: str) -> None:
+    from fxoffload.testing.golden import golden_cases
+
+    assert len(golden_cases(HERE / f"{stem}.ir")) >= 2
+    assert get_pass(stem.replace("_", "-")).name == stem.replace("_", "-")

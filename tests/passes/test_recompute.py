@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fxoffload import text
+from fxoffload.graph import Bounds
+from fxoffload.pipeline import Context, get_pass, parse_pipeline
+from fxoffload.plans import GraphPlan, Prediction, Recompute
+from fxoffload.testing.twins import assert_same_results
+
+# `scaled` reads the buffer before forward writes it; backward reads `scaled`.
+MUTATED = """\
+graph "mutated"
+%x: f32[4,8] = input {role=batch}
+%mean: f32[8] = input {role=buffer, fqn="mean"}
+%t: f32[4,8] = input {role=tangent}
+%scaled: f32[8] = aten.mul.Tensor %mean, 0.9
+%a: f32[4,8] = aten.mul.Tensor %x, %scaled
+%y: f32[4,8] = aten.exp %a
+%kept: f32[8] = aten.copy_ %mean, %scaled
+fxo.backward
+%g: f32[4,8] = aten.mul.Tensor %t, %y
+%gx: f32[4,8] = aten.mul.Tensor %g, %scaled
+%gs: f32[4,8] = aten.mul.Tensor %gx, %a
+return ((%y), (%gs, none))
+"""
+
+
+def decided(lines: str, keep: str) -> list[str]:
+    graph = text.parse(lines)
+    decisions = get_pass("plan-recompute").run(graph, Context(text.parse_bounds(lines), options={"keep": keep, "blocks": -1}))
+    return [d.value for d in decisions]  # type: ignore[union-attr]
+
+
+def recomputed(lines: str, *values: str) -> tuple[object, object]:
+    graph = text.parse(lines)
+    plan = GraphPlan("", tuple(map(Recompute, values)), (), Prediction(0, 0))
+    after = parse_pipeline("insert-checkpoint,recompute").run(graph, Context(text.parse_bounds(lines), plan=plan, device=torch.device("cpu", 0)))
+    return graph, after
+
+
+def test_what_reads_a_buffer_that_forward_writes_is_saved_and_what_reads_it_then_is_not() -> None:
+    assert decided(MUTATED, "inputs") == ["a"]
+    assert_same_results(*recomputed(MUTATED, "a"))  # type: ignore[arg-type]
+
+
+def test_computing_such_a_value_again_would_give_another_gradient() -> None:
+    with pytest.raises(AssertionError, match="differs"):
+        assert_same_results(*recomputed(MUTATED, "a", "scaled"))  # type: ignore[arg-type]
+
+
+def test_no_value_has_two_clones_however_often_backward_reads_it() -> None:
+    reads = "".join(f"%g{i + 1}: f32[4,8] = aten.mul.Tensor %g{i}, %v{i % 5}\n" for i in range(20))
+    chain = "".join(f"%v{i + 1}: f32[4,8] = aten.sin %v{i}\n" for i in range(4))
+    lines = (
+        'graph "many"\n%v0: f32[4,8] = input {role=batch}\n%g0: f32[4,8] = input {role=tangent}\n'
+        f"{chain}fxo.backward\n{reads}return ((%v4), (%g20))\n"
+    )
+    before, after = recomputed(lines, "v1", "v2", "v3")
+    origins = [line.split("origin=")[1] for line in text.render(after, Bounds(), columns=False).splitlines() if "origin=" in line]  # type: ignore[arg-type]
+    assert sorted(origins) == ['"v1"}', '"v2"}', '"v3"}']
+    assert_same_results(before, after)  # type: ignore[arg-type]
