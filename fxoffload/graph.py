@@ -58,6 +58,15 @@ class Bounds:
     """Largest value of every symbolic dimension, by symbol name; a Graph is planned at them and valid below."""
 
     maxima: Mapping[str, int] = field(default_factory=dict)
+    _bytes: dict[int, tuple[torch.Tensor, int]] = field(default_factory=dict, compare=False, repr=False)
+
+    def bytes_of(self, tensor: torch.Tensor) -> int:
+        """Bytes of the Storage a fresh tensor of this shape and stride needs; remembered, since passes share fake tensors."""
+        known = self._bytes.get(id(tensor))
+        if known is None:
+            # The entry holds the tensor, so that its id cannot become another's.
+            known = self._bytes[id(tensor)] = (tensor, _storage_bytes(tensor, self))
+        return known[1]
 
     def of(self, size: int | torch.SymInt) -> int:
         """`size` as an int at the maxima. Raises KeyError for a symbol without a maximum."""
@@ -172,6 +181,10 @@ def tensors_in(value: object) -> list[torch.Tensor]:
 
 def tensor_bytes(tensor: torch.Tensor, bounds: Bounds) -> int:
     """Bytes of the Storage a fresh tensor of this shape and stride needs, at the bounds."""
+    return bounds.bytes_of(tensor)
+
+
+def _storage_bytes(tensor: torch.Tensor, bounds: Bounds) -> int:
     extent = 1
     for size, stride in zip(tensor.shape, tensor.stride()):
         n = bounds.of(size)

@@ -23,6 +23,7 @@ from .effects import Tier
 from .errors import VerifyError
 from .graph import Bounds, copy_graph
 from .liveness import LiveCurve
+from .machine import Machine
 from .plans import Decision, GraphPlan, Prediction
 from .sizes import format_bytes
 from .verify import holds, verify
@@ -44,6 +45,8 @@ class Context:
     kept_values: frozenset[str] = frozenset()
     recomputed_values: frozenset[str] = frozenset()
     swapped_values: frozenset[str] = frozenset()
+    machine: Machine | None = None
+    workspace: Callable[[fx.Node], int] = lambda node: 0
     options: Mapping[str, Option] = field(default_factory=dict)
 
 

@@ -6,22 +6,22 @@ none fits, the smallest shortfall is the refusal, and it is true: it is what the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 
 import torch.fx as fx
 
+from .cost import node_s
 from .effects import Channel, Tier
-from .errors import PlanError
-from .graph import Role, copy_graph, info, name_of, set_info
-from .liveness import liveness
+from .errors import PlanError, VerifyError
+from .graph import Role, border_of, copy_graph, info, name_of, set_info
 from .machine import Machine
 from .pipeline import Context, get_pass
-from .plans import Decision, GraphPlan, Prediction, Recompute, Reside
+from .plans import Decision, GraphPlan, Prediction
 from .simulate import Simulation, simulate
 from .sizes import format_bytes
-from .spill import scan
+from .spill import Scan, Schedule
 
 # Bytes of scalars a training loop keeps on the device beside the graph's values (losses, seeds).
 USER_SCALAR_BYTES = 1024
@@ -74,33 +74,70 @@ class Recipe:
 
 def solve(problem: Problem) -> Solution:
     """The fastest Solution found under the budget. Raises PlanError with the true shortfall when there is none."""
-    refusals: list[PlanError] = []
-    best: Solution | None = None
-    for recipe in _recipes(problem):
-        base = _with_recomputation(problem, recipe)
-        for resident in _residencies(problem):
-            try:
-                found = _complete(problem, base, resident)
-            except PlanError as refusal:
-                refusals.append(refusal)
-                continue
-            if best is None or found.simulation.step_s < best.simulation.step_s * 0.999:
-                best = found
-            break
-    if best is None:
-        raise min(refusals, key=lambda r: r.shortfall_bytes or 0)
-    return best
+    candidates = [candidate for recipe in _recipes(problem) for candidate in _candidates(problem, recipe)]
+    fitting = [c for c in candidates if not c.found.shortfall_bytes]
+    if not fitting:
+        raise _refusal(problem, min(candidates, key=lambda c: c.found.shortfall_bytes))
+    # min is stable: of equals the first recipe, which recomputes least, with the most residents.
+    return _complete(problem, min(fitting, key=lambda c: c.step_s))
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    """One recipe and resident set, scanned: what it would load and spill, and the seconds that gives."""
+
+    recomputed: tuple[Decision, ...]
+    schedule: Schedule
+    resident: frozenset[str]
+    outside_bytes: int
+    found: Scan
+    step_s: float
 
 
 def _recipes(problem: Problem) -> Iterator[Recipe]:
     yield Recipe("all")
-    if problem.context.device_budget_bytes is None:
-        return
-    yield from (Recipe("costly"), Recipe("blocks"))
+    if problem.context.device_budget_bytes is not None and border_of(problem.graph) is not None:
+        yield from (Recipe("costly"), Recipe("blocks"))
+
+
+def _candidates(problem: Problem, recipe: Recipe) -> Iterator[_Candidate]:
+    context = problem.context
+    graph = copy_graph(problem.graph)
+    place_parameters(graph, problem.parameters, frozenset())
+    recomputed = decide("plan-recompute", graph, replace(context, options={"keep": recipe.keep, "blocks": recipe.blocks}))
+    graph = apply(graph, replace(context, plan=_bare(recomputed)), _BEFORE_SWAPS)
+    schedule = Schedule.of(graph, context.bounds, context.workspace)
+    seconds = _channel_s(graph, context, problem.machine)
+    for resident in _residencies(problem):
+        outside = problem.fixed_bytes + outside_bytes(problem, resident)
+        budget = None if context.device_budget_bytes is None else context.device_budget_bytes - outside
+        found = schedule.scan(budget, context.kept_values, context.swapped_values, resident)
+        yield _Candidate(recomputed, schedule, resident, outside, found, _estimated_s(seconds, found, problem.machine))
+
+
+def _channel_s(graph: fx.Graph, context: Context, machine: Machine) -> Counter[Channel]:
+    seconds: Counter[Channel] = Counter()
+    for node in graph.nodes:
+        channel, s = node_s(node, context.bounds, machine)
+        seconds[channel] += s  # type: ignore[assignment]
+    return seconds
+
+
+def _estimated_s(seconds: Counter[Channel], found: Scan, machine: Machine) -> float:
+    """The step's seconds with the scan's transfers on their channels."""
+    total = Counter(seconds)
+    moves = ((Channel.H2D, [one.storage.n_bytes for one in found.loads]), (Channel.D2H, [one.storage.n_bytes for one in found.spills]))
+    for channel, sizes in moves:
+        total[channel] += sum(machine.transfer_s(n, channel) for n in sizes)  # type: ignore[assignment]
+    return max(total.values()) if machine.overlaps else sum(total.values())
+
+
+def _bare(decisions: tuple[Decision, ...]) -> GraphPlan:
+    return GraphPlan("", decisions, (), Prediction(0, 0))
 
 
 def _residencies(problem: Problem) -> Iterator[frozenset[str]]:
-    """Candidate resident sets, most bytes first; the first that fits is the best of its recipe."""
+    """Candidate resident sets, most bytes first."""
     if problem.resident is not None:
         yield problem.resident
         return
@@ -125,19 +162,6 @@ def _take(parameters: Sequence[Parameter], limit_bytes: int) -> frozenset[str]:
         total += parameter.n_bytes
         chosen.add(parameter.fqn)
     return frozenset(chosen)
-
-
-@dataclass(frozen=True, slots=True)
-class _Base:
-    graph: fx.Graph
-    recomputed: tuple[Decision, ...]
-
-
-def _with_recomputation(problem: Problem, recipe: Recipe) -> _Base:
-    graph = copy_graph(problem.graph)
-    place_parameters(graph, problem.parameters, frozenset())
-    recomputed = decide("plan-recompute", graph, replace(problem.context, options={"keep": recipe.keep, "blocks": recipe.blocks}))
-    return _Base(graph, recomputed)
 
 
 def place_parameters(graph: fx.Graph, parameters: Mapping[str, Parameter], resident: frozenset[str]) -> None:
@@ -169,49 +193,42 @@ _BEFORE_SWAPS = ("sink-gradients", "insert-checkpoint", "recompute")
 _AFTER_SWAPS = ("insert-gather", "lower-gather", "insert-swap", "hoist-transfers", "sink-waits", "insert-release")
 
 
-def _complete(problem: Problem, base: _Base, resident: frozenset[str]) -> Solution:
+def _complete(problem: Problem, chosen: _Candidate) -> Solution:
+    """The candidate with every decision made and the lowered graph simulated."""
     budget = problem.context.device_budget_bytes
-    outside = problem.fixed_bytes + _outside_bytes(problem, resident)
     context = replace(
-        problem.context,
-        device_budget_bytes=None if budget is None else budget - outside,
-        plan=GraphPlan("", base.recomputed, (), NOTHING),
+        problem.context, plan=_bare(chosen.recomputed), machine=problem.machine,
+        device_budget_bytes=None if budget is None else budget - chosen.outside_bytes,
     )
-    graph = copy_graph(base.graph)
-    place_parameters(graph, problem.parameters, resident)
+    graph = copy_graph(problem.graph)
+    place_parameters(graph, problem.parameters, chosen.resident)
     graph = apply(graph, context, _BEFORE_SWAPS)
-    try:
-        moves = decide("plan-swap", graph, context)
-    except PlanError as short:
-        raise PlanError(_refusal(problem, graph, context, outside, short), short.shortfall_bytes) from None
-    decisions = base.recomputed + moves
-    lowered = apply(graph, replace(context, plan=GraphPlan("", decisions, (), NOTHING)), _AFTER_SWAPS)
-    simulation = simulate(lowered, problem.context.bounds, problem.machine, outside)
+    decisions = chosen.recomputed + decide("plan-swap", graph, context)
+    lowered = apply(graph, replace(context, plan=_bare(decisions)), _AFTER_SWAPS)
+    simulation = simulate(lowered, context.bounds, problem.machine, chosen.outside_bytes)
     if budget is not None and simulation.device_peak_bytes > budget:
         over = simulation.device_peak_bytes - budget
-        raise PlanError(f"the lowered graph needs {over} bytes more than the scan said", over)
-    return Solution(resident, decisions, lowered, simulation)
+        raise VerifyError(f"plan-swap: the lowered graph needs {over} bytes more than the scan said, at {simulation.peak_node}")
+    return Solution(chosen.resident, decisions, lowered, simulation)
 
 
-NOTHING = Prediction(0, 0)
-
-
-def _outside_bytes(problem: Problem, resident: frozenset[str]) -> int:
+def outside_bytes(problem: Problem, resident: frozenset[str]) -> int:
     """Resident parameters that are no input of this graph."""
     inputs = {info(n).fqn for n in problem.graph.find_nodes(op="placeholder")}
     return sum(problem.parameters[fqn].n_bytes for fqn in sorted(resident) if fqn not in inputs)
 
 
-def _refusal(problem: Problem, graph: fx.Graph, context: Context, outside: int, short: PlanError) -> str:
+def _refusal(problem: Problem, nearest: _Candidate) -> PlanError:
     """One message: what is short, where, the ten largest values there, and what would help."""
-    live = liveness(graph, context.bounds)
-    found = scan(graph, live, context.device_budget_bytes, kept=context.kept_values)
+    found, live = nearest.found, nearest.schedule.live
     budget = problem.context.device_budget_bytes or 0
-    fixed = outside + sum(s.n_bytes for s in live.first if s.is_input and s.tier is Tier.DEVICE)
+    fixed = nearest.outside_bytes + sum(s.n_bytes for s in nearest.schedule.fixed)
+    fixed += sum(problem.parameters[fqn].n_bytes for fqn in nearest.resident)
     largest = sorted(found.live_at_worst, key=lambda s: (-s.n_bytes, s.name))[:10]
     listing = "; ".join(f"{s.name} {format_bytes(s.n_bytes)}" for s in largest)
-    return (
-        f"device_budget of {budget} bytes ({format_bytes(budget)}) is {short.shortfall_bytes} bytes short at "
-        f"{name_of(live.nodes[found.worst])}: {budget + (short.shortfall_bytes or 0)} bytes would do. Fixed on the device: "
-        f"{format_bytes(fixed)}. Largest live values there: {listing}. A smaller batch or sequence, or the missing bytes, would help."
+    return PlanError(
+        f"device_budget of {budget} bytes ({format_bytes(budget)}) is {found.shortfall_bytes} bytes short at "
+        f"{name_of(live.nodes[found.worst])}: {budget + found.shortfall_bytes} bytes would do. Fixed on the device: "
+        f"{format_bytes(fixed)}. Largest live values there: {listing}. A smaller batch or sequence, or the missing bytes, would help.",
+        found.shortfall_bytes,
     )

@@ -23,8 +23,9 @@ from .liveness import base_nodes, liveness
 from .machine import Machine
 from .pins import PARAMETER_PLACES, VALUE_PLACES, Pin, check_pins, pinned_names
 from .pipeline import Context, Pipeline, get_pass
-from .planner import USER_SCALAR_BYTES, Parameter, Problem, Solution, place_parameters, solve
+from .planner import USER_SCALAR_BYTES, Parameter, Problem, Solution, outside_bytes, place_parameters, solve
 from .plans import GraphPlan, Plan, Prediction, Reside
+from .simulate import simulate
 from .sizes import format_bytes
 from .split import split
 
@@ -86,15 +87,33 @@ class Planning:
                 raise PlanError(f"the plan does not cover this graph (fingerprint {fingerprint[:12]}) and replan=False")
             self._extend(graph, context, fingerprint)
         assert self.plan is not None
-        known = self.plan.graphs[fingerprint]
+        lowered = self._apply(graph, context, self.plan.graphs[fingerprint])
+        short = self._shortfall(graph, lowered, context)
+        if short > 0:
+            if not self.replan:
+                raise PlanError(f"at these sizes the plan needs {short} bytes more than device_budget, and replan=False", short)
+            self._extend(graph, context, fingerprint)
+            lowered = self._apply(graph, context, self.plan.graphs[fingerprint])
+        return self.plan.graphs[fingerprint].label, lowered
+
+    def _shortfall(self, graph: fx.Graph, lowered: fx.Graph, context: Context) -> int:
+        """Device bytes a lowered graph needs above the budget: a plan made for smaller sizes may not fit at these."""
+        problem = self._problem(graph, context)
+        outside = problem.fixed_bytes + outside_bytes(problem, self.resident or frozenset())
+        return simulate(lowered, context.bounds, self.machine, outside).device_peak_bytes - self.budgets.device_bytes
+
+    def _apply(self, graph: fx.Graph, context: Context, known: GraphPlan) -> fx.Graph:
+        assert self.plan is not None
         place_parameters(graph, self.parameters(), self.resident or frozenset())
-        output_of(graph).meta[text.LABEL] = known.label
+        output_of(graph).meta |= {text.LABEL: known.label, text.BOUNDS: context.bounds}
         dumps = self.dump_dir / known.label if self.dump_dir is not None else None
         lowered = REWRITES().run(graph, replace(context, plan=known), dumps)
+        if self.dump_dir is not None:
+            self.plan.save(self.dump_dir / "plan.json")
         saved = saved_of(lowered)
         if saved != known.saved:
             raise PlanError(f"{known.label}: the graph saves other values than the plan says: {sorted(set(saved) ^ set(known.saved))[:4]}")
-        return known.label, lowered
+        return lowered
 
     def _context(self, graph: fx.Graph, maxima: Mapping[str, tuple[int, ...]]) -> Context:
         return Context(
@@ -143,7 +162,7 @@ class Planning:
     def parameters(self) -> dict[str, Parameter]:
         """Every parameter with its bytes and the tier it has off the device."""
         return {
-            name: Parameter(name, p.untyped_storage().nbytes() or p.nbytes, p.requires_grad, self.homes[name])
+            name: Parameter(name, p.untyped_storage().nbytes() or p.nbytes, p.requires_grad, self.homes.get(name, self._host_tier()))
             for name, p in self.model.named_parameters()
         }
 

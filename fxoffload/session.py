@@ -13,7 +13,7 @@ import torch.fx as fx
 from torch import nn
 
 from .capture import input_refs
-from .effects import Tier
+from .graph import Role
 from .integrations import transformers
 from .joint import InputRef, step_graph
 from .machine import Machine
@@ -64,12 +64,6 @@ class Session:
 
     def __init__(self, model: nn.Module, options: Options, machine: Machine, plan: Plan | None) -> None:
         self.model, self.options, self.machine = model, options, machine
-        self.home = Home(options.device)
-        self.home.session = self
-        if hasattr(model, "config"):
-            transformers.register()
-        self.input_hooks = transformers.InputHooks(model)
-        self.swap = ClassSwap(model, self.home)
         self.graphs: dict[str, fx.Graph] = {}
         self.closed = False
         self.router = Router(self)
@@ -83,6 +77,13 @@ class Session:
         self.memory = (
             HostMemory() if options.planning_only else HostMemory(options.pinned, options.disk_dir, options.disk_budget_bytes))
         self.engine = engine_for(options.device, self.memory)
+        # Last: what can be refused is refused above, before the model is touched.
+        if hasattr(model, "config"):
+            transformers.register()
+        self.home = Home(options.device)
+        self.home.session = self
+        self.input_hooks = transformers.InputHooks(model)
+        self.swap = ClassSwap(model, self.home)
 
     def structure_changed(self) -> bool:
         """Lets the swap, the hooks put aside and the places follow the model as it is now. True when something had changed."""
@@ -152,6 +153,18 @@ class Session:
     def plan(self) -> Plan | None:
         """The Plan so far: one GraphPlan per graph met."""
         return self.planning.plan
+
+    def report(self, path: str | Path) -> None:
+        """Writes the page of every graph so far: memory timeline, channels, decisions."""
+        from .report import html
+
+        html.write(self, path)
+
+    def trace(self, path: str | Path) -> None:
+        """Writes the simulated steps for Perfetto."""
+        from .report import trace
+
+        trace.write(self, path)
 
     # Begin and end ----------------------------------------------------------------------------------------------------
 

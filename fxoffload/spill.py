@@ -10,25 +10,35 @@ from __future__ import annotations
 
 import operator
 from bisect import bisect_right
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch.fx as fx
 
 from . import ops
 from .effects import Tier
-from .graph import Role, info, name_of, output_of
-from .liveness import Liveness, Storage, is_view
+from .graph import Bounds, output_of
+from .liveness import Liveness, Storage, is_view, liveness
 
 NEVER = 1 << 60
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Storage `name` comes to the device before node index `before`."""
+    """Storage comes to the device before node index `before`, started before node index `start`."""
 
     storage: Storage
     before: int
+    start: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stay:
+    """Storage is on the device during events number `first` to `last` (positions in the event list)."""
+
+    storage: Storage
+    first: int
+    last: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +56,7 @@ class Scan:
 
     loads: list[Load] = field(default_factory=list)
     spills: list[Spill] = field(default_factory=list)
+    stays: list[Stay] = field(default_factory=list)
     peak_bytes: int = 0
     peak_index: int = 0
     shortfall_bytes: int = 0
@@ -120,16 +131,21 @@ class Spiller:
         self.returned = {s for v in returned for s in live.of.get(v, ()) if not s.is_input}
         border = graph.find_nodes(op="call_function", target=ops.backward)
         self.border = live.index[border[0]] if border else NEVER
-        self.there: dict[Storage, None] = {}
+        self.there: dict[Storage, int] = {}
+        self.touched: dict[Storage, int] = {}
+        self.position = 0
         self.on_host: set[Storage] = set()
         self.used_bytes = 0
         self.previous = 0
         self.result = Scan()
 
     def run(self) -> Scan:
-        for event in self.events:
+        for self.position, event in enumerate(self.events):
             self._step(event)
             self.previous = event.index
+        for storage in list(self.there):
+            self.touched[storage] = self.position
+            self._leave(storage)
         return self.result
 
     def _step(self, event: Event) -> None:
@@ -138,10 +154,12 @@ class Spiller:
         incoming = sum(s.n_bytes for s in missing) + sum(s.n_bytes for s in event.makes) + event.workspace_bytes
         self._make_room(incoming, event, set(reads))
         for storage in missing:
-            self.result.loads.append(Load(storage, event.index))
+            self.result.loads.append(Load(storage, event.index, event.index))
             self._enter(storage)
         for storage in event.makes:
             self._enter(storage)
+        for storage in reads:
+            self.touched[storage] = self.position
         live_bytes = self.used_bytes + event.workspace_bytes
         if live_bytes > self.result.peak_bytes:
             self.result.peak_bytes, self.result.peak_index = live_bytes, event.index
@@ -188,36 +206,99 @@ class Spiller:
         return uses[position - 1] if position else self.live.first[storage]
 
     def _evict(self, storage: Storage, index: int) -> None:
+        clean = storage.is_input or storage in self.on_host
+        if not clean:
+            self.touched[storage] = max(self.touched[storage], self.position - 1)
         self._leave(storage)
-        if storage.is_input or storage in self.on_host:
+        if clean:
             return
         self.on_host.add(storage)
         self.result.spills.append(Spill(storage, self._last_touch(storage, index), self.previous))
 
     def _enter(self, storage: Storage) -> None:
         if storage not in self.there:
-            self.there[storage] = None
+            self.there[storage] = self.touched[storage] = self.position
             self.used_bytes += storage.n_bytes
 
     def _leave(self, storage: Storage) -> None:
         if storage in self.there:
-            del self.there[storage]
+            self.result.stays.append(Stay(storage, self.there.pop(storage), self.touched[storage]))
             self.used_bytes -= storage.n_bytes
 
 
-def scan(graph: fx.Graph, live: Liveness, budget_bytes: int | None, kept: frozenset[str] = frozenset(),
-         swapped: frozenset[str] = frozenset(), workspace: Callable[[fx.Node], int] = lambda node: 0) -> Scan:
-    """The scan of `graph` under `budget_bytes` of device memory, its device inputs included; unlimited when None.
+@dataclass(frozen=True)
+class Schedule:
+    """A graph with what every scan of it shares: its Liveness, its events, and the device bytes of its inputs."""
 
-    `kept`: names of values that must not leave the device; `swapped`: of values that must, until backward reads them. The result's peak counts the device inputs too.
+    graph: fx.Graph
+    live: Liveness
+    events: list[Event]
+    fixed: frozenset[Storage]
+
+    @staticmethod
+    def of(graph: fx.Graph, bounds: Bounds, workspace: Callable[[fx.Node], int] = lambda node: 0) -> Schedule:
+        """The Schedule of `graph` at the bounds."""
+        live = liveness(graph, bounds)
+        fixed = frozenset(s for s in live.first if s.is_input and s.tier is Tier.DEVICE)
+        return Schedule(graph, live, events_of(graph, live, workspace), fixed)
+
+    def scan(self, budget_bytes: int | None, kept: frozenset[str] = frozenset(), swapped: frozenset[str] = frozenset(),
+             resident: frozenset[str] = frozenset()) -> Scan:
+        """The scan under `budget_bytes` of device memory, the inputs that lie there included; unlimited when None.
+
+        `kept`: names of values that must not leave the device; `swapped`: of values that must, until backward reads them; `resident`:
+        of inputs that lie on the device besides those the graph has there. The result's peak counts the device inputs too.
+        """
+        fixed = self.fixed | frozenset(s for s in self.live.first if s.is_input and s.name in resident)
+        fixed_bytes = sum(s.n_bytes for s in fixed)
+        capacity = NEVER if budget_bytes is None else budget_bytes - fixed_bytes
+        stay, leave = (frozenset(s for s in self.live.first if s.name in names) for names in (kept, swapped))
+        found = Spiller(self.graph, self.live, self.events, capacity, fixed, stay, leave).run()
+        found.peak_bytes += fixed_bytes
+        return found
+
+
+def prefetched(schedule: Schedule, found: Scan, capacity_bytes: int | None, event_s: Sequence[float], copy_s: Callable[[int], float]) -> Scan:
+    """The same scan with every load started earlier: far enough ahead for its copy to hide behind compute, as far as memory allows.
+
+    `event_s`: seconds per event; `copy_s`: seconds to copy that many bytes to the device. Loads keep their order on the channel.
     """
-    fixed = frozenset(s for s in live.first if s.is_input and s.tier is Tier.DEVICE)
-    fixed_bytes = sum(s.n_bytes for s in fixed)
-    capacity = NEVER if budget_bytes is None else budget_bytes - fixed_bytes
-    stay, leave = (frozenset(s for s in live.first if s.name in names) for names in (kept, swapped))
-    found = Spiller(graph, live, events_of(graph, live, workspace), capacity, fixed, stay, leave).run()
-    found.peak_bytes += fixed_bytes
-    return found
+    position = {event.index: i for i, event in enumerate(schedule.events)}
+    free = _free_bytes(schedule, found, capacity_bytes)
+    gone = {spill.storage: position[spill.until] for spill in found.spills}
+    before_use = [0.0]
+    for seconds in event_s:
+        before_use.append(before_use[-1] + seconds)
+    loads = []
+    # From the last load backwards: a load's copy must end before its use and before the next copy on the channel starts.
+    deadline_s = float("inf")
+    for load in sorted(found.loads, key=lambda one: -one.before):
+        at = position[load.before]
+        deadline_s = min(deadline_s, before_use[at]) - copy_s(load.storage.n_bytes) * _PREFETCH_SLACK
+        start, lowest = at, gone.get(load.storage, -1) + 1
+        while start > lowest and free[start - 1] >= load.storage.n_bytes and before_use[start] > deadline_s:
+            start -= 1
+            free[start] -= load.storage.n_bytes
+        loads.append(Load(load.storage, load.before, schedule.events[start].index))
+    return replace(found, loads=sorted(loads, key=lambda one: (one.before, one.start)))
+
+
+# Copies are started as if they took this many times as long: the estimate of compute is not exact and contention slows copies.
+_PREFETCH_SLACK = 1.5
+
+
+def _free_bytes(schedule: Schedule, found: Scan, capacity_bytes: int | None) -> list[int]:
+    """Bytes free during each event, once every value is dropped at its last use."""
+    n = len(schedule.events)
+    change = [0] * (n + 1)
+    for stay in found.stays:
+        change[stay.first] += stay.storage.n_bytes
+        change[stay.last + 1] -= stay.storage.n_bytes
+    free, used = [], 0
+    for i, event in enumerate(schedule.events):
+        used += change[i]
+        free.append((NEVER if capacity_bytes is None else capacity_bytes) - used - event.workspace_bytes)
+    return free
 
 
 def base_nodes(live: Liveness) -> dict[Storage, fx.Node]:

@@ -37,6 +37,8 @@ from .text_writer import Writer
 
 # Meta key on the output node: what the header calls the graph.
 LABEL = "fxo_label"
+# Meta key on the output node: the Bounds the graph was planned at.
+BOUNDS = "fxo_bounds"
 COLUMNS = (Kind.PARAMETER, Kind.ACTIVATION, Kind.GRADIENT)
 COLUMN_PREFIX = re.compile(r"^(?:\s*[\d.]+ [KMGTPE]?i?[Bb]\w*\s*\|){3} ?")
 
@@ -94,7 +96,10 @@ def excerpt(graph: fx.Graph, node: fx.Node, live: Liveness | None = None, radius
 
 
 def hint_bounds(graph: fx.Graph) -> Bounds:
-    """Bounds at the sizes the graph was captured (or parsed) with; unbacked symbols have none."""
+    """The Bounds the graph was planned at, else the sizes it was captured (or parsed) with; unbacked symbols have none."""
+    planned = output_of(graph).meta.get(BOUNDS) if len(graph.nodes) else None
+    if isinstance(planned, Bounds):
+        return planned
     maxima: dict[str, int] = {}
     for node in graph.nodes:
         for size in _sizes(node.meta.get("val")):

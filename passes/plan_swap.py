@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import torch.fx as fx
 
-from fxoffload.effects import Tier
+from fxoffload.cost import node_s
+from fxoffload.effects import Channel, Tier
 from fxoffload.errors import PlanError
 from fxoffload.graph import border_of, info, name_of
-from fxoffload.liveness import Liveness, liveness
+from fxoffload.liveness import Liveness
+from fxoffload.machine import Machine
 from fxoffload.pipeline import Context, Pass
 from fxoffload.plans import Decision, Gather, SwapIn, SwapOut
-from fxoffload.spill import Scan, base_nodes, scan
+from fxoffload.spill import Scan, Schedule, base_nodes, prefetched
 
 
 def decisions_of(live: Liveness, scan: Scan, tier: Tier, border: int) -> tuple[Decision, ...]:
@@ -28,26 +30,36 @@ def decisions_of(live: Liveness, scan: Scan, tier: Tier, border: int) -> tuple[D
         after = until if after < border <= until else after
         made.append((until, SwapOut(name_of(base), tier, name_of(nodes[after]), name_of(nodes[until]))))
     for load in scan.loads:
-        before = name_of(nodes[load.before])
+        start, before = name_of(nodes[load.start]), name_of(nodes[load.before])
         base = bases[load.storage]
         if load.storage.is_input:
-            made.append((load.before, Gather(info(base).fqn or name_of(base), before, before)))
+            made.append((load.before, Gather(info(base).fqn or name_of(base), start, before)))
         else:
-            made.append((load.before, SwapIn(name_of(base), before, before)))
+            made.append((load.before, SwapIn(name_of(base), start, before)))
     made.sort(key=lambda pair: pair[0])
     return tuple(decision for _, decision in made)
 
 
 def run(graph: fx.Graph, ctx: Context) -> tuple[Decision, ...]:
     """The decisions for `graph` under `ctx.device_budget_bytes` (unlimited when None). Raises PlanError when it cannot fit."""
-    live = liveness(graph, ctx.bounds)
-    found = scan(graph, live, ctx.device_budget_bytes, ctx.kept_values, ctx.swapped_values)
+    schedule = Schedule.of(graph, ctx.bounds, ctx.workspace)
+    found = schedule.scan(ctx.device_budget_bytes, ctx.kept_values, ctx.swapped_values)
+    live = schedule.live
     if found.shortfall_bytes:
         raise PlanError(
             f"{found.shortfall_bytes} bytes short at {name_of(live.nodes[found.worst])}", shortfall_bytes=found.shortfall_bytes
         )
+    if ctx.machine is not None and ctx.machine.overlaps:
+        found = _prefetched(schedule, found, ctx, ctx.machine)
     border = border_of(graph)
     return decisions_of(live, found, ctx.swap_tier, live.index[border] if border is not None else -1)
+
+
+def _prefetched(schedule: Schedule, found: Scan, ctx: Context, machine: Machine) -> Scan:
+    fixed_bytes = sum(s.n_bytes for s in schedule.fixed)
+    capacity = None if ctx.device_budget_bytes is None else ctx.device_budget_bytes - fixed_bytes
+    seconds = [node_s(schedule.live.nodes[event.index], ctx.bounds, machine)[1] for event in schedule.events]
+    return prefetched(schedule, found, capacity, seconds, lambda n_bytes: machine.transfer_s(n_bytes, Channel.H2D))
 
 
 PASS = Pass("plan-swap", run)

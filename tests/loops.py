@@ -8,6 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
+# Models this small gain nothing from threads, and on a busy host each operation would wait for them.
+torch.set_num_threads(1)
+
 
 def train(model: nn.Module, batches: Iterable[Mapping[str, Any]], lr: float = 1e-2) -> list[float]:
     """Losses of AdamW steps, one per batch. Gradients of the last step stay."""

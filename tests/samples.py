@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cache
+
 import torch
 import torch.fx as fx
 from hypothesis import strategies as st
 from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
+
+from fxoffload.plans import GraphPlan
+from fxoffload.text import COLUMN_PREFIX
 
 # One weight that comes from the host twice, one activation that leaves and returns, one gradient that goes to the host.
 LOWERED = """\
@@ -159,3 +165,52 @@ def _travel(draw: st.DrawFn, lines: list[str], k: int) -> str | None:
     if draw(st.booleans()):
         lines.insert(draw(st.integers(1, len(lines))), f"fxo.release %in{k}")
     return f"last{k}"
+
+
+@dataclass(frozen=True)
+class Llama:
+    """A really captured and lowered step: `before` is the canonical graph, `after` the lowered one, both as text."""
+
+    before: str
+    after: str
+    plan: GraphPlan
+    device_budget_bytes: int
+
+
+def llama() -> Llama:
+    """A two-layer Llama on the CPU under a budget at which it streams, swaps and recomputes. `mutants.py` damages what this returns."""
+    return _captured_llama()
+
+
+@cache
+def _captured_llama() -> Llama:
+    import tempfile
+    from pathlib import Path
+
+    import transformers
+
+    import fxoffload
+
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, vocab_size=64,
+        max_position_embeddings=64,
+    )
+    model = transformers.LlamaForCausalLM(config)
+    ids = torch.randint(0, 64, (2, 16))
+    with tempfile.TemporaryDirectory() as folder:
+        fxoffload.compile(
+            model, {"input_ids": ids, "labels": ids.clone()}, device="cpu", device_budget="60KiB", host_budget="1GiB",
+            pins=(fxoffload.pin("*silu*", "checkpoint"),), dump_dir=folder,
+        )
+        dumps = sorted((Path(folder) / "train").glob("*.ir"))
+        before, after = dumps[0].read_text(), dumps[-1].read_text()
+        plan = next(graph for graph in model.fxoffload.plan.graphs.values() if graph.label == "train")
+        budget = model.fxoffload.plan.device_budget_bytes
+        model.fxoffload.close()
+    return Llama(_without_columns(before), _without_columns(after), plan, budget)
+
+
+def _without_columns(dump: str) -> str:
+    lines = [COLUMN_PREFIX.sub("", line) for line in dump.splitlines()]
+    return "".join(f"{line}\n" for line in lines if not line.startswith("//"))

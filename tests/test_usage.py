@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pickle
 import random
+import signal
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from loops import assert_same, train
@@ -232,3 +236,236 @@ def test_an_error_in_a_users_hook_leaves_the_model_usable(pair: Pair) -> None:
     pair.compiled.zero_grad()
     assert train(pair.plain, BATCHES) == train(pair.compiled, BATCHES)
     assert_same(*both(pair))
+
+
+def test_ctrl_c_at_any_instant_leaves_the_model_usable(pair: Pair) -> None:
+    train(pair.compiled, BATCHES[:1])
+    for delay_s in (0.001, 0.004, 0.008, 0.012, 0.016, 0.02, 0.03):
+        signal.setitimer(signal.ITIMER_REAL, delay_s)
+        with pytest.raises(KeyboardInterrupt):
+            while True:
+                pair.compiled(**BATCHES[0]).loss.backward()
+    train(pair.plain, BATCHES[:1])
+    pair.compiled.load_state_dict(pair.plain.state_dict())
+    pair.compiled.zero_grad()
+    assert not pair.compiled.fxoffload.home.active
+    assert train(pair.plain, BATCHES) == train(pair.compiled, BATCHES)
+    assert_same(*both(pair))
+
+
+@pytest.fixture(autouse=True)
+def interrupts() -> Iterator[None]:
+    """The timer's signal is Ctrl-C."""
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    yield
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def test_a_second_compile_is_refused(pair: Pair) -> None:
+    with pytest.raises(ValueError, match="already compiled"):
+        compiled(pair.compiled, BATCHES[0])
+    with pytest.raises(ValueError, match="belongs to another compiled model"):
+        compiled(nn.Sequential(pair.compiled.model.layers[0]), torch.zeros(1, 4, 64))
+    assert train(pair.plain, BATCHES[:1]) == train(pair.compiled, BATCHES[:1])
+
+
+def test_replicas_of_data_parallel_are_refused(pair: Pair) -> None:
+    with pytest.raises(ValueError, match="DataParallel"):
+        pair.compiled._replicate_for_data_parallel()
+
+
+def test_switching_capture_off_raises_instead_of_running_unplanned(pair: Pair) -> None:
+    with torch.compiler.set_stance("force_eager"), pytest.raises(fxoffload.PlanError, match="switched off"):
+        pair.compiled(**BATCHES[0])
+    assert train(pair.plain, BATCHES[:1]) == train(pair.compiled, BATCHES[:1])
+
+
+def test_a_users_torch_compile_around_the_model_changes_nothing(pair: Pair) -> None:
+    loss = torch.compile(lambda **batch: pair.compiled(**batch).loss * 2, backend="eager")(**BATCHES[0])
+    assert torch.equal(loss, pair.plain(**BATCHES[0]).loss * 2)
+
+
+def test_modules_that_change_after_compile_are_planned_again(pair: Pair) -> None:
+    before = [m.model.layers[1].mlp for m in both(pair)]
+    losses = []
+    for model in both(pair):
+        torch.manual_seed(7)
+        mlp = copy.deepcopy(before[0])
+        mlp.up_proj, mlp.gate_proj, mlp.down_proj = nn.Linear(64, 96), nn.Linear(64, 96), nn.Linear(96, 64)
+        model.model.layers[1].mlp = mlp
+        losses.append(train(model, BATCHES[:2]))
+        mlp.down_proj.weight = nn.Parameter(torch.randn(64, 96) / 8)
+        losses[-1] += train(model, BATCHES[:2])
+    assert losses[0] == losses[1]
+    assert_same(*both(pair))
+    pair.plain.model.layers[1].mlp, pair.compiled.model.layers[1].mlp = before
+
+
+def test_parameters_shared_with_a_module_outside_are_refused() -> None:
+    outside, model = nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.ReLU())
+    outside.weight = model[0].weight
+    with pytest.raises(ValueError, match=r"model: parameter '0.weight' is also a parameter of a Linear"):
+        compiled(model, torch.zeros(2, 8))
+    assert type(model[0]) is nn.Linear
+    del outside
+    compiled(model, torch.zeros(2, 8)).fxoffload.close()
+
+
+def test_compile_touches_no_random_state_no_mode_and_no_gradient() -> None:
+    """A seed set before compile gives the run of a seed set without it: dropout on, weights tied."""
+    case = gpt2()
+    plain = copy.deepcopy(case.model)
+    optimizer = torch.optim.SGD(case.model.parameters(), lr=0.1)
+    case.model.lm_head.weight.grad = torch.ones_like(case.model.lm_head.weight)
+    config = case.model.config.to_json_string()
+    random.seed(1), np.random.seed(2), torch.manual_seed(3)
+    expected = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    model = compiled(case.model, case.batch, device_budget="900KiB")
+    assert torch.equal(torch.get_rng_state(), expected[0]) and random.getstate() == expected[1]
+    assert np.random.get_state()[1].tolist() == expected[2]
+    assert model.training and model.config.to_json_string() == config and model is case.model
+    assert torch.equal(model.lm_head.weight.grad, torch.ones_like(model.lm_head.weight))
+    assert model.lm_head.weight is model.transformer.wte.weight
+
+    optimizer.zero_grad()
+    mine = [_step(model, optimizer, batch) for batch in BATCHES]
+    torch.manual_seed(3)
+    theirs = [_step(plain, torch.optim.SGD(plain.parameters(), lr=0.1), batch) for batch in BATCHES]
+    assert mine == theirs
+    assert_same(plain, model)
+    model.fxoffload.close()
+
+
+def _step(model: Any, optimizer: torch.optim.Optimizer, batch: Any) -> float:
+    optimizer.zero_grad()
+    loss = model(**batch).loss
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+
+
+class Net(nn.Module):
+    """Convolutions with batch norm; returns features and logits, the loss is the user's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(2))
+        self.head = nn.Linear(32, 5)
+
+    def forward(self, images: torch.Tensor, scale: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
+        features = self.body(images).flatten(1)
+        return features, self.head(features) * scale
+
+
+class NetWithLoss(Net):
+    """The same with the loss inside and its logits beside it."""
+
+    def forward(self, images: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        _, logits = super().forward(images)
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+def test_a_plain_network_with_buffers_and_an_outside_loss_trains_as_in_plain_pytorch() -> None:
+    torch.manual_seed(0)
+    model = Net()
+    plain = copy.deepcopy(model)
+    batches = [(torch.randn(n, 3, 8, 8), torch.randint(5, (n,))) for n in (4, 4, 3)]
+    model = compiled(model, (batches[0][0],))
+    other = llama()
+    results = []
+    for net in (plain, model):
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        results.append([])
+        for images, labels in batches:
+            optimizer.zero_grad()
+            features, logits = net(images)
+            loss = nn.functional.cross_entropy(logits, labels) + features.square().mean()
+            loss.backward()
+            optimizer.step()
+            results[-1].append(loss.item())
+        net.eval()
+        with torch.no_grad():
+            results[-1].append(net(images, scale=2.0)[1].sum().item())
+    assert results[0] == results[1]
+    assert_same(plain, model)
+    assert all(type(m).__module__.startswith(("torch", "test_usage")) for m in other.model.modules() if isinstance(m, Net))
+    model.fxoffload.close()
+
+
+def test_outputs_beside_the_loss_do_not_run_batch_norm_twice() -> None:
+    torch.manual_seed(0)
+    model = NetWithLoss()
+    plain = copy.deepcopy(model)
+    batch = {"images": torch.randn(4, 3, 8, 8), "labels": torch.randint(5, (4,))}
+    model = compiled(model, batch)
+    for _ in range(2):
+        theirs, mine = plain(**batch), model(**batch)
+        assert torch.equal(theirs["logits"], mine["logits"]) and not mine["logits"].requires_grad
+        theirs["loss"].backward(), mine["loss"].backward()
+    assert_same(plain, model)
+    model.fxoffload.close()
+
+
+def test_close_gives_the_plain_model_back_and_may_be_called_twice() -> None:
+    torch.manual_seed(0)
+    model = Net()
+    plain, modules, ids = copy.deepcopy(model), [type(m) for m in model.modules()], [id(p) for p in model.parameters()]
+    pointers = [p.data_ptr() for p in model.parameters()]
+    images = torch.randn(2, 3, 8, 8)
+    with compiled(model, images).fxoffload as inside:
+        inside(images)[1].sum().backward()
+        session = inside.fxoffload
+    session.close()
+    assert [type(m) for m in model.modules()] == modules and [id(p) for p in model.parameters()] == ids
+    assert [p.data_ptr() for p in model.parameters()] == pointers and not hasattr(model, "fxoffload")
+    plain(images)[1].sum().backward()
+    assert_same(plain, model)
+    assert torch.equal(plain(images)[1], model(images)[1])
+
+
+class Small(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4))
+
+
+def test_twenty_cycles_leave_no_memory_threads_files_or_sessions(tmp_path: Any) -> None:
+    process = psutil.Process()
+    sessions, readings = [], []
+    for cycle in range(20):
+        model = compiled(Small(), torch.zeros(4, 16), disk_budget="1MiB", disk_dir=tmp_path)
+        model(torch.randn(3, 16)).sum().backward()
+        sessions.append(weakref.ref(model.fxoffload))
+        if cycle % 2:
+            model.fxoffload.close()
+        del model
+        gc.collect()
+        readings.append((process.num_threads(), process.num_fds(), len(torch._dynamo.eval_frame.cached_backends) if cycle % 2 else 0))
+    assert not any(s() for s in sessions)
+    assert readings[-1][:2] == readings[3][:2]
+    assert not list(tmp_path.iterdir())
+
+
+def test_gradient_checkpointing_left_on_by_the_user_changes_nothing() -> None:
+    case = llama(num_hidden_layers=1)
+    case.model.gradient_checkpointing_enable()
+    plain = copy.deepcopy(case.model)
+    model = compiled(case.model, case.batch)
+    model.enable_input_require_grads()
+    assert train(plain, BATCHES[:2]) == train(model, BATCHES[:2])
+    assert_same(plain, model)
+    model.fxoffload.close()
+
+
+def test_two_compiled_models_alternate(pair: Pair) -> None:
+    torch.manual_seed(1)
+    net = Small()
+    plain = copy.deepcopy(net)
+    net = compiled(net, torch.zeros(4, 16))
+    for batch in BATCHES:
+        x = torch.randn(4, 16)
+        for small, large in ((plain, pair.plain), (net, pair.compiled)):
+            (small(x).square().mean() + large(**batch).loss).backward()
+    assert_same(plain, net)
+    assert_same(*both(pair))
+    net.fxoffload.close()

@@ -12,40 +12,55 @@ import typer
 if TYPE_CHECKING:
     from rich.table import Table
 
-_MEMORY_NODE = re.compile(r"\bfxo\.([a-z_]+)")
+_FXO_NODE = re.compile(r"(?:^|= |\| )fxo\.([a-z_]+)", re.MULTILINE)
 
 
 def run(
     source: Annotated[Path, typer.Argument(metavar="PLAN_OR_DUMP_DIR", help="A plan file or the dump_dir of a compile.")],
     html: Annotated[Optional[Path], typer.Option(help="Write the memory timeline as a page.")] = None,
+    trace: Annotated[Optional[Path], typer.Option(help="Write the simulated step for Perfetto; needs a dump folder.")] = None,
 ) -> int:
     """Explain a plan, or list what a dump folder's passes did."""
-    from rich.console import Console
-
     from fxoffload.plans import Plan
 
     if not source.exists():
         raise ValueError(f"{source}: no such plan or dump folder")
     if source.is_dir():
-        _print_pass_tables(source)
-        Console().print(_dump_table(source))
+        _print_folder(source)
     else:
         print(Plan.load(source).explain())
     if html is not None:
         from fxoffload.report import html as page
 
-        page.write(source if source.is_dir() else Plan.load(source), html)
+        page.write(source, html)
+    if trace is not None:
+        from fxoffload.report import trace as perfetto
+
+        perfetto.write(source, trace)
     return 0
 
 
 def count_memory_nodes(text: str) -> Counter[str]:
     """How often each memory node (gather, wait, release, ...) occurs in a rendered graph."""
-    return Counter(_MEMORY_NODE.findall(text))
+    from fxoffload import ops
+
+    known = {spec.name for spec in ops.SPECS.values()}
+    return Counter(word for word in _FXO_NODE.findall(text) if word in known)
 
 
-def _print_pass_tables(folder: Path) -> None:
+def _print_folder(folder: Path) -> None:
+    from rich.console import Console
+
+    from fxoffload.plans import Plan
+    from fxoffload.report.views import PLAN_FILE
+
+    table = _dump_table(folder)
+    if (folder / PLAN_FILE).is_file():
+        plan = Plan.load(folder / PLAN_FILE)
+        print(f"plan {plan.id}\n{plan.explain()}\n")
     for path in sorted(folder.rglob("table.txt")):  # one per pipeline run: nodes, peak, seconds after each pass
         print(f"{path.parent.relative_to(folder)}\n{path.read_text(encoding='utf-8').rstrip()}\n")
+    Console().print(table)
 
 
 def _dump_table(folder: Path) -> Table:
@@ -54,10 +69,11 @@ def _dump_table(folder: Path) -> Table:
     dumps = sorted(folder.rglob("*.ir"))
     if not dumps:
         raise ValueError(f"{folder}: holds no graph dumps (*.ir); it should be the dump_dir of a compile")
-    counts = {path: count_memory_nodes(path.read_text(encoding="utf-8")) for path in dumps}
+    contents = {path: path.read_text(encoding="utf-8") for path in dumps}
+    counts = {path: count_memory_nodes(content) for path, content in contents.items()}
     ops = sorted({op for count in counts.values() for op in count})
     table = Table("dump", "lines", *ops)
     for path in dumps:
-        n_lines = len(path.read_text(encoding="utf-8").splitlines())
+        n_lines = len(contents[path].splitlines())
         table.add_row(str(path.relative_to(folder)), str(n_lines), *(str(counts[path][op]) for op in ops))
     return table
