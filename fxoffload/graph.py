@@ -22,6 +22,7 @@ from . import ops
 from .effects import Tier
 
 INFO = "fxo"
+_CONSTANT = "fxo_constant"
 
 
 class Role(str, Enum):
@@ -93,6 +94,32 @@ def set_info(node: fx.Node, **changes: object) -> None:
 def name_of(node: fx.Node) -> str:
     """The node's canonical name."""
     return info(node).name
+
+
+def set_constant(node: fx.Node, value: torch.Tensor) -> None:
+    """Makes `value` what a `get_attr` node gives, under a target that only depends on the bytes."""
+    content = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    digest = hashlib.sha256(f"{value.dtype} {tuple(value.shape)} ".encode() + content).hexdigest()
+    node.target = f"constant_{digest[:16]}"
+    node.meta[_CONSTANT] = value
+
+
+def constant_of(node: fx.Node) -> torch.Tensor:
+    """The tensor a `get_attr` node gives. Raises ValueError when it gives something else."""
+    value = node.meta.get(_CONSTANT)
+    if value is None and node.graph.owning_module is not None:
+        value = operator.attrgetter(str(node.target))(node.graph.owning_module)
+    if not isinstance(value, torch.Tensor) or is_fake(value):
+        raise ValueError(f"{node.target} is no constant tensor")
+    return value
+
+
+def root_of(graph: fx.Graph) -> torch.nn.Module:
+    """A module with the graph's constants, to make a GraphModule of it."""
+    root = torch.nn.Module()
+    for node in graph.find_nodes(op="get_attr"):
+        root.register_buffer(str(node.target), constant_of(node), persistent=False)
+    return root
 
 
 def by_name(graph: fx.Graph) -> dict[str, fx.Node]:

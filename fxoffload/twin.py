@@ -102,7 +102,8 @@ class _Twin:
         source = self._tensor(node.args[0])
         destination = torch.empty_strided(source.shape, source.stride(), dtype=source.dtype)
         _poison(destination)
-        self._open[_address(destination)] = _Open(node, source, destination)
+        if _address(destination):  # all empty memory has address 0: nothing to copy, nothing to wait for
+            self._open[_address(destination)] = _Open(node, source, destination)
         return destination
 
     def _wait(self, node: fx.Node) -> torch.Tensor:

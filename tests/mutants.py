@@ -9,6 +9,8 @@ it in FAMILIES.
 
 from __future__ import annotations
 
+import importlib
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -18,7 +20,7 @@ from pathlib import Path
 import pytest
 import samples
 
-from fxoffload import liveness, ops, twin, verify
+from fxoffload import liveness, ops, twin, verify, versions
 from fxoffload.effects import Borrow
 
 TESTS = Path(__file__).parent
@@ -146,6 +148,77 @@ def without_borrow_in_liveness() -> Iterator[Mutant]:
         yield Mutant(f"liveness: borrows unknown ({test})", lambda: changed(liveness, "_of_effect", blind), (test,))
 
 
+LLAMA = ("test_lowered.py",)
+# Lines of the lowered Llama by what they are: its first group is the value's name, its last the source.
+_LINES = {
+    "gather wait": r"%(\S+@\d+): \S+ = fxo\.wait %((?:model|lm_head)\S+\.weight@\d+/in)",
+    "swap_in wait": r"%(\S+/\S+@\d+): \S+ = fxo\.wait %(\S+)",
+    "swap_out wait": r"%(\S+\^\d+): \S+ = fxo\.wait %(\S+)",
+    "sink wait": r"%(\S+\.grad): \S+ = fxo\.wait %(\S+)",
+}
+_PAIRS = {
+    "gather": r"%((?:model|lm_head)\S+\.weight@\d+)/in: \S+ = fxo\.swap_in %([^\s,]+), device",
+    "sink": r"%(\S+\.grad)/out: \S+ = fxo\.swap_out %([^\s,]+), .*",
+}
+N_EACH = 2
+
+
+def lowered_llama() -> Iterator[Mutant]:
+    """One transfer, wait, sink, clone or release less, or out of its order, in a really captured and lowered step."""
+    lines = samples.llama().after.splitlines(keepends=True)
+    for what, pattern in _LINES.items():
+        for i, match in _some(lines, pattern):
+            yield _llama(f"without the {what} {match[1]}", _renamed_all([*lines[:i], *lines[i + 1 :]], match[1], match[2]))
+    for what, pattern in _PAIRS.items():
+        for i, match in _some(lines, pattern):
+            rest = [line for k, line in enumerate(lines) if k != i and not line.startswith(f"%{match[1]}: ")]
+            yield _llama(f"without the {what} {match[1]}", _renamed_all(rest, match[1], match[2]))
+    for i, match in _some(lines, r'%(\S+silu\S*~\d+): .* \{origin="([^"]+)"\}'):
+        yield _llama(f"without the clone {match[1]}", _renamed_all([*lines[:i], *lines[i + 1 :]], match[1], match[2]))
+    for i, match in _some(lines, r"fxo\.release %(\S+)"):
+        yield _llama(f"without the release of {match[1]}", [*lines[:i], *lines[i + 1 :]])
+        at = max(k for k in range(i) if f"%{match[1]}" in lines[k])
+        yield _llama(f"release of {match[1]} before its last read", [*lines[:at], lines[i], *lines[at:i], *lines[i + 1 :]])
+    for i, match in _some(lines, r"%(\S+@\d+)/in: \S+ = fxo\.swap_in %(\S+\^\d+), device"):
+        ready = next(k for k, line in enumerate(lines) if line.startswith(f"%{match[2]}: "))
+        yield _llama(f"return of {match[1]} before its swap_out is awaited", [*lines[:ready], lines[i], *lines[ready:i], *lines[i + 1 :]])
+    for i, match in _some(lines, r"%(\S+q_proj\.weight@\d+)/in: \S+ = fxo\.swap_in %([^\s,]+), device"):
+        other = lines[i].replace(f"%{match[2]},", f"%{match[2].replace('q_proj', 'k_proj')},")
+        yield _llama(f"gather of another parameter as {match[1]}", [*lines[:i], other, *lines[i + 1 :]])
+
+
+def _some(lines: list[str], pattern: str) -> list[tuple[int, re.Match[str]]]:
+    """The first and the last lines that match, `N_EACH` in all. Raises RuntimeError when there are none."""
+    found = [(i, match) for i, line in enumerate(lines) if (match := re.fullmatch(pattern, line.rstrip("\n")))]
+    if not found:
+        raise RuntimeError(f"no line of the lowered Llama matches {pattern}")
+    return [*found[: N_EACH // 2], *found[-(N_EACH // 2) :]] if len(found) > N_EACH else found
+
+
+def _renamed_all(lines: list[str], name: str, source: str) -> list[str]:
+    return [_renamed(line, f"%{name}", f"%{source}") for line in lines]
+
+
+def _llama(name: str, lines: list[str]) -> Mutant:
+    damaged = replace(samples.llama(), after="".join(lines))
+    return Mutant(f"Llama: {name}", lambda: changed(samples, "llama", lambda: damaged), LLAMA)
+
+
+def broken_passes() -> Iterator[Mutant]:
+    """One rule of a rewrite or planner switched off."""
+    golden, modules = ("passes/test_golden.py",), {n: importlib.import_module(f"fxoffload.passes.{n}") for n in ("recompute", "plan_recompute", "sink_gradients", "insert_release", "insert_swap", "sink_waits")}
+    yield Mutant("recompute: random ops draw again", lambda: changed(modules["recompute"], "is_random", _no), golden)
+    yield Mutant("recompute: views are saved", lambda: changed(modules["recompute"], "is_view", _no), golden)
+    yield Mutant("plan-recompute: written inputs are read again", lambda: changed(modules["plan_recompute"], "_writes", _no), ("passes/test_recompute.py",))
+    yield Mutant("insert-gather: views keep an old copy", lambda: changed(versions._Versions, "_note_view", _nothing), golden)
+    for name in ("sink_gradients", "insert_swap", "sink_waits"):
+        yield Mutant(f"{name}: between a tuple and its elements", lambda n=name: changed(modules[n], "last_element", _itself), golden)
+
+
+def _itself(value: object) -> object:
+    return value
+
+
 def _nothing(*_: object) -> None:
     return None
 
@@ -158,7 +231,9 @@ def _none(*_: object) -> list[object]:
     return []
 
 
-FAMILIES = (without_lines, early_releases, without_effects, without_rules, without_twin, without_borrow_in_liveness)
+FAMILIES = (
+    without_lines, early_releases, lowered_llama, broken_passes, without_effects, without_rules, without_twin, without_borrow_in_liveness,
+)
 
 
 def killer_of(mutant: Mutant) -> str | None:

@@ -58,8 +58,14 @@ def test_kinds_follow_parameters_and_the_border() -> None:
 
 
 def test_tiers_come_from_the_op_that_makes_the_bytes() -> None:
-    live = live_of('%w: f32[8]@disk = input\n%v: f32[8]@disk = aten.view %w, [8]\n%c: f32[8]@pageable = aten.relu %v\n%i: f32[8] = fxo.gather %c, device\nreturn (%i)')
-    assert {s.name: s.tier for s in live.first} == {"w": Tier.DISK, "c": Tier.PAGEABLE, "i": Tier.DEVICE}
+    host = '%x: f32[8] = input\n%o: f32[8]@disk = fxo.swap_out %x, host, "disk"\n%w: f32[8]@disk = fxo.wait %o\n'
+    live = live_of(host + "%v: f32[8]@disk = aten.view %w, [8]\n%c: f32[8]@pageable = aten.relu %v\n%i: f32[8] = fxo.gather %c, device\nreturn (%i)")
+    assert {s.name: s.tier for s in live.first} == {"x": Tier.DEVICE, "o": Tier.DISK, "c": Tier.PAGEABLE, "i": Tier.DEVICE}
+
+
+def test_an_op_that_reads_a_host_input_will_run_on_the_device_once_it_is_gathered() -> None:
+    live = live_of("%w: f32[8]@disk = input\n%c: f32[8] = aten.relu %w\nreturn (%c)")
+    assert {s.name: s.tier for s in live.first} == {"w": Tier.DISK, "c": Tier.DEVICE}
 
 
 def test_inputs_and_returned_values_live_to_the_end() -> None:

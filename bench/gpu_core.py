@@ -1,0 +1,191 @@
+"""The core on a CUDA card: gradients of a model of 8B width against plain PyTorch, and the 8B LoRA step inside 24 and 12 GiB.
+
+    python bench/gpu_core.py exactness|8b [--layers N] [--budgets 24GiB,12GiB] [--out FILE]
+
+Weights are random in real shapes. Every figure is measured in this process: reserved bytes by the caching allocator under a hard
+cap of the budget, seconds by the wall clock between synchronizations.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+
+import peft
+import torch
+import transformers
+from torch import nn
+
+import fxoffload
+from fxoffload.sizes import parse_bytes
+
+GIB = 2**30
+
+
+def config(layers: int) -> transformers.LlamaConfig:
+    return transformers.LlamaConfig(
+        hidden_size=4096, intermediate_size=14336, num_hidden_layers=layers, num_attention_heads=32, num_key_value_heads=8,
+        vocab_size=128256, max_position_embeddings=8192, rope_theta=500000.0, dtype=torch.bfloat16)
+
+
+def lora_model(layers: int, device: str) -> nn.Module:
+    """A bf16 Llama with LoRA r=16 on all linears, random weights drawn on the card (the CPU would take minutes)."""
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config(layers)).to(torch.bfloat16)
+    generator = torch.Generator("cuda").manual_seed(0)
+    model.to_empty(device=device)
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            parameter.data.fill_(1.0)
+        else:
+            drawn = torch.empty(parameter.shape, dtype=torch.bfloat16, device="cuda").normal_(0, 0.02, generator=generator)
+            parameter.data.copy_(drawn)
+            del drawn
+    rotary = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(config(layers))
+    model.model.rotary_emb = rotary.to(device)
+    torch.manual_seed(1)
+    return peft.get_peft_model(model, peft.LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM")).train()
+
+
+def batch(size: int, length: int, device: str) -> dict[str, torch.Tensor]:
+    ids = torch.randint(0, 128256, (size, length), generator=torch.Generator().manual_seed(0)).to(device)
+    return {"input_ids": ids, "labels": ids}
+
+
+def steps(model: nn.Module, data: dict[str, torch.Tensor], n: int) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
+    """Losses, seconds per step, and the last step's gradients on the CPU."""
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+    losses, seconds, gradients = [], [], {}
+    for i in range(n):
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        loss = model(**data).loss
+        loss.backward()
+        if i == n - 1:
+            gradients = {k: p.grad.detach().float().cpu().clone() for k, p in model.named_parameters() if p.grad is not None}
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - started)
+        losses.append(loss.item())
+    return losses, seconds, gradients
+
+
+def cosines(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[float]:
+    assert a.keys() == b.keys() and a, "the two runs trained different parameters"
+    return [nn.functional.cosine_similarity(a[k].flatten().double(), b[k].flatten().double(), dim=0).item() for k in a]
+
+
+def forget() -> None:
+    torch._dynamo.reset()
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+
+
+def exactness(budget: str) -> dict[str, Any]:
+    """Adapter gradients after five steps: two plain runs, and one under a budget that streams."""
+    runs = []
+    for _ in range(2):
+        model = lora_model(2, "cuda")
+        # PEFT starts B at zero, where A's gradient is zero and a cosine says nothing.
+        jolt(model)
+        runs.append(steps(model, batch(2, 1024, "cuda"), 5))
+        plain_peak = torch.cuda.max_memory_reserved()
+        del model
+        forget()
+    model = lora_model(2, "cpu")
+    jolt(model)
+    fxoffload.compile(model, batch(2, 1024, "cpu"), device="cuda", device_budget=budget)
+    losses, _, gradients = steps(model, batch(2, 1024, "cuda"), 5)
+    plan = model.fxoffload.plan
+    spread, ours = cosines(runs[0][2], runs[1][2]), cosines(runs[0][2], gradients)
+    result = {
+        "losses_plain": runs[0][0], "losses": losses, "n_gradients": len(ours), "min_cosine_two_plain_runs": min(spread),
+        "min_cosine": min(ours), "plain_reserved_bytes": plain_peak, "reserved_bytes": torch.cuda.max_memory_reserved(),
+        "budget_bytes": plan.device_budget_bytes, "predicted_bytes": plan.predicted.device_peak_bytes, "decisions": plan.count(),
+        "moved_bytes": dict(model.fxoffload.engine.moved_bytes),
+    }
+    assert plan.count()["gather"] > 0, "nothing was streamed: the run shows nothing"
+    model.fxoffload.close()
+    return result
+
+
+def jolt(model: nn.Module) -> None:
+    torch.manual_seed(2)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.data.copy_(torch.randn(parameter.shape) * 0.01)
+
+
+def eight_b(layers: int, budget: str, n: int, size: int, length: int) -> dict[str, Any]:
+    """One run of the LoRA step of 8B shape inside `budget`."""
+    model = lora_model(layers, "cpu")
+    forget()
+    total = torch.cuda.get_device_properties(0).total_memory
+    context = total - torch.cuda.mem_get_info()[0]
+    torch.cuda.set_per_process_memory_fraction(parse_bytes(budget) / total)
+    started = time.perf_counter()
+    fxoffload.compile(model, batch(size, length, "cpu"), device="cuda", device_budget=budget)
+    compile_s = time.perf_counter() - started
+    engine = model.fxoffload.engine
+    losses, seconds, _ = steps(model, batch(size, length, "cuda"), n)
+    before = dict(engine.moved_bytes)
+    plan = model.fxoffload.plan
+    result = {
+        "layers": layers, "budget_bytes": parse_bytes(budget), "reserved_bytes": torch.cuda.max_memory_reserved(),
+        "allocated_bytes": torch.cuda.max_memory_allocated(), "predicted_bytes": plan.predicted.device_peak_bytes,
+        "predicted_step_s": plan.predicted.step_s, "compile_s": compile_s, "first_step_s": seconds[0],
+        "step_s": statistics.median(seconds[2:]), "step_s_all": seconds, "tokens_per_s": size * length / statistics.median(seconds[2:]),
+        "moved_bytes_per_step": {k: v / n for k, v in before.items()}, "decisions": plan.count(), "losses": losses,
+        "context_bytes": context, "plan_id": plan.id,
+        "parameters_on_device_bytes": sum(r.n_bytes for r in plan.residency if r.tier.value == "device"),
+    }
+    model.fxoffload.close()
+    torch.cuda.set_per_process_memory_fraction(1.0)
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("what", choices=("exactness", "8b"))
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--budgets", default="24GiB,12GiB")
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--length", type=int, default=2048)
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--out")
+    arguments = parser.parse_args()
+    rows = []
+    for budget in arguments.budgets.split(","):
+        if arguments.what == "exactness":
+            rows.append(exactness(budget))
+        else:
+            rows.append(eight_b(arguments.layers, budget, arguments.steps, arguments.batch, arguments.length))
+        print(json.dumps(rows[-1]), flush=True)
+        forget()
+    if arguments.out:
+        write(arguments.out, rows)
+
+
+def write(out: str, rows: list[dict[str, Any]]) -> None:
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip() or None
+    report = {
+        "command": " ".join(["python", *sys.argv]), "commit": commit, "device": torch.cuda.get_device_name(0),
+        "torch": torch.__version__, "transformers": transformers.__version__, "peft": peft.__version__, "rows": rows,
+    }
+    Path(out).write_text(json.dumps(report, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

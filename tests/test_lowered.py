@@ -1,0 +1,65 @@
+"""A really captured and lowered training step of a two-layer Llama: what must be true of it, line by line.
+
+`mutants.py` damages the text of this graph one line at a time; each mutant must fail a test here.
+"""
+
+from __future__ import annotations
+
+import pytest
+import samples
+import torch.fx as fx
+
+from fxoffload import ops, text
+from fxoffload.effects import Tier
+from fxoffload.graph import Role, info, name_of, output_of
+from fxoffload.plans import Gather, Recompute, SwapIn, SwapOut
+from fxoffload.split import split
+from fxoffload.testing.golden import DEVICE
+from fxoffload.testing.twins import assert_same_results
+from fxoffload.verify import verify
+
+pytestmark = pytest.mark.integration
+
+
+def lowered() -> fx.Graph:
+    return text.parse(samples.llama().after, DEVICE)
+
+
+def count(graph: fx.Graph, op: object) -> int:
+    return len(graph.find_nodes(op="call_function", target=op))
+
+
+def test_the_lowered_step_keeps_every_rule_of_memory_and_every_fact_in_its_budget() -> None:
+    facts = frozenset({"functional", "resident", "lowered", "awaited", "released", "fits"})
+    verify(lowered(), text.parse_bounds(samples.llama().after), facts, samples.llama().device_budget_bytes)
+
+
+def test_the_lowered_step_computes_the_same_bits_as_the_captured_one() -> None:
+    assert_same_results(text.parse(samples.llama().before, DEVICE), lowered())
+
+
+def test_the_lowered_step_saves_what_the_plan_says_and_nothing_else() -> None:
+    graph = lowered()
+    inputs = {name_of(n) for n in graph.find_nodes(op="placeholder")}
+    assert tuple(n for n in split(graph).saved if n not in inputs) == samples.llama().plan.saved
+
+
+def test_every_gradient_of_a_host_parameter_is_returned_on_the_host() -> None:
+    graph = lowered()
+    gradients = output_of(graph).args[0][1]  # type: ignore[index]
+    owners = [info(n) for n in graph.find_nodes(op="placeholder")]
+    trained = [(o, g) for o, g in zip(owners, gradients) if o.role is Role.PARAMETER and o.trainable and o.tier is not Tier.DEVICE]
+    assert trained
+    assert [name_of(g) for _, g in trained] == [f"{o.fqn}.grad" for o, _ in trained]
+    assert all(g.target is ops.wait and g.args[0].target is ops.swap_out for _, g in trained)
+
+
+def test_every_decision_of_the_plan_is_a_node() -> None:
+    graph, decisions = lowered(), samples.llama().plan.decisions
+    kinds = {kind: sum(isinstance(d, kind) for d in decisions) for kind in (Gather, SwapIn, SwapOut, Recompute)}
+    assert min(kinds.values()) > 0
+    sunk = sum(info(n).name.endswith(".grad") for n in graph.nodes)
+    assert count(graph, ops.swap_in) == kinds[Gather] + kinds[SwapIn]
+    assert count(graph, ops.swap_out) == kinds[SwapOut] + sunk
+    assert count(graph, ops.wait) == count(graph, ops.swap_in) + count(graph, ops.swap_out)
+    assert {d.value for d in decisions if isinstance(d, Recompute)} <= {info(n).origin for n in graph.nodes}
