@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import hashlib
 import operator
 import re
 from collections import Counter
@@ -20,6 +21,7 @@ import torch.fx as fx
 
 from . import ops
 from .effects import Tier
+from .torch_compat import without_modes
 
 INFO = "fxo"
 _CONSTANT = "fxo_constant"
@@ -98,7 +100,8 @@ def name_of(node: fx.Node) -> str:
 
 def set_constant(node: fx.Node, value: torch.Tensor) -> None:
     """Makes `value` what a `get_attr` node gives, under a target that only depends on the bytes."""
-    content = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    with without_modes():
+        content = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     digest = hashlib.sha256(f"{value.dtype} {tuple(value.shape)} ".encode() + content).hexdigest()
     node.target = f"constant_{digest[:16]}"
     node.meta[_CONSTANT] = value
@@ -109,7 +112,7 @@ def constant_of(node: fx.Node) -> torch.Tensor:
     value = node.meta.get(_CONSTANT)
     if value is None and node.graph.owning_module is not None:
         value = operator.attrgetter(str(node.target))(node.graph.owning_module)
-    if not isinstance(value, torch.Tensor) or is_fake(value):
+    if type(value) is not torch.Tensor:  # a submodule, or a fake tensor of an unfinished capture
         raise ValueError(f"{node.target} is no constant tensor")
     return value
 

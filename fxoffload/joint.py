@@ -11,7 +11,7 @@ import torch.fx as fx
 
 from . import ops
 from .effects import Tier
-from .graph import INFO, NodeInfo, Role, module_path, op_name
+from .graph import INFO, NodeInfo, Role, constant_of, module_path, op_name, set_constant
 from .errors import PlanError
 
 
@@ -111,10 +111,17 @@ def _copy_nodes(graph: fx.Graph, new: dict[fx.Node, fx.Node], nodes: Sequence[fx
             if node.target is ops.gather:
                 source.meta["val"] = node.meta["val"]
             continue
-        if node.op == "get_attr":
-            raise PlanError(f"the captured graph holds a constant or submodule ({node.target}); it cannot be planned yet")
         new[node] = graph.node_copy(node, lambda n: new[n])
         new[node].meta = dict(node.meta)
+        if node.op == "get_attr":
+            _note_constant(new[node], node)
+
+
+def _note_constant(made: fx.Node, node: fx.Node) -> None:
+    try:
+        set_constant(made, constant_of(node))
+    except ValueError:
+        raise PlanError(f"the captured graph holds a submodule ({node.target}), which cannot be planned") from None
 
 
 def name_nodes(graph: fx.Graph) -> None:

@@ -13,7 +13,7 @@ import torch.fx as fx
 from torch import nn
 
 from .capture import input_refs
-from .graph import Role
+from .graph import Role, root_of
 from .integrations import transformers
 from .joint import InputRef, step_graph
 from .machine import Machine
@@ -116,8 +116,7 @@ class Session:
             self.router.leave_out_nothing()
         lowered = self._lower(step)
         halves = split(lowered)
-        empty = torch.nn.Module()
-        return fx.GraphModule(empty, halves.forward), fx.GraphModule(empty, halves.backward)
+        return fx.GraphModule(root_of(halves.forward), halves.forward), fx.GraphModule(root_of(halves.backward), halves.backward)
 
     def _compile_half(self, gm: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
         allow_second_backward()

@@ -266,6 +266,7 @@ def prefetched(schedule: Schedule, found: Scan, capacity_bytes: int | None, even
     position = {event.index: i for i, event in enumerate(schedule.events)}
     free = _free_bytes(schedule, found, capacity_bytes)
     gone = {spill.storage: position[spill.until] for spill in found.spills}
+    border = _border_position(schedule)
     before_use = [0.0]
     for seconds in event_s:
         before_use.append(before_use[-1] + seconds)
@@ -275,7 +276,8 @@ def prefetched(schedule: Schedule, found: Scan, capacity_bytes: int | None, even
     for load in sorted(found.loads, key=lambda one: -one.before):
         at = position[load.before]
         deadline_s = min(deadline_s, before_use[at]) - copy_s(load.storage.n_bytes) * _PREFETCH_SLACK
-        start, lowest = at, gone.get(load.storage, -1) + 1
+        # A copy that is under way cannot be handed from forward to backward.
+        start, lowest = at, max(gone.get(load.storage, -1) + 1, border + 1 if at > border else 0)
         while start > lowest and free[start - 1] >= load.storage.n_bytes and before_use[start] > deadline_s:
             start -= 1
             free[start] -= load.storage.n_bytes
@@ -285,6 +287,14 @@ def prefetched(schedule: Schedule, found: Scan, capacity_bytes: int | None, even
 
 # Copies are started as if they took this many times as long: the estimate of compute is not exact and contention slows copies.
 _PREFETCH_SLACK = 1.5
+
+
+def _border_position(schedule: Schedule) -> int:
+    """Where the border stands in the event list; beyond its end in a graph without a backward."""
+    for i, event in enumerate(schedule.events):
+        if schedule.live.nodes[event.index].target is ops.backward:
+            return i
+    return len(schedule.events)
 
 
 def _free_bytes(schedule: Schedule, found: Scan, capacity_bytes: int | None) -> list[int]:

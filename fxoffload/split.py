@@ -7,12 +7,17 @@ from dataclasses import dataclass
 import torch
 import torch.fx as fx
 
+from . import ops
+from .errors import VerifyError
 from .graph import Role, border_of, info, name_of, output_of
 
 
 @dataclass(frozen=True, slots=True)
 class Halves:
-    """`forward` returns its outputs, then the saved values, then the saved symbols; `backward` takes symbols, values, tangents."""
+    """`forward` returns its outputs, then the saved values, then the saved symbols; `backward` takes symbols, values, tangents.
+
+    Constants that both read are in both.
+    """
 
     forward: fx.Graph
     backward: fx.Graph
@@ -31,7 +36,8 @@ def split(graph: fx.Graph) -> Halves:
     primals = placeholders[:first_tangent]
     before, after = _halves(graph, border)
     crossing = _crossing(before | set(primals), after, gradients)
-    values = [n for n in crossing if isinstance(n.meta.get("val"), torch.Tensor)]
+    constants = {n for n in crossing if n.op == "get_attr"}
+    values = [n for n in crossing if isinstance(n.meta.get("val"), torch.Tensor) and n not in constants]
     symbols = [n for n in crossing if not isinstance(n.meta.get("val"), torch.Tensor)]
 
     forward, new = fx.Graph(), {}
@@ -45,7 +51,7 @@ def split(graph: fx.Graph) -> Halves:
         made.meta = dict(node.meta)
         new[node] = made
     for node in graph.nodes:
-        if node in after:
+        if node in after or node in constants:
             new[node] = _copy(backward, node, new)
     backward.output(tuple(new[v] if isinstance(v, fx.Node) else v for v in gradients))
     return Halves(forward, backward, tuple(name_of(v) for v in values))

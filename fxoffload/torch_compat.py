@@ -17,6 +17,7 @@ import torch.fx as fx
 import torch._guards
 import torch.fx.experimental._config
 from torch._dynamo.backends.common import aot_autograd as _aot_autograd
+from torch.utils._python_dispatch import _disable_current_modes
 
 
 def boxed_codegen() -> fx.CodeGen:
@@ -48,6 +49,11 @@ def capture_config() -> Iterator[None]:
     shapes = torch.fx.experimental._config.patch(use_duck_shape=False)
     with dynamo, shapes, torch._functorch.config.patch(backward_pass_autocast="off"):
         yield
+
+
+def without_modes() -> contextlib.AbstractContextManager[None]:
+    """Real computation inside a capture's fake mode (torch.utils._python_dispatch._disable_current_modes)."""
+    return _disable_current_modes()  # type: ignore[no-any-return]
 
 
 def written_inputs() -> list[int]:

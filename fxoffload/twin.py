@@ -15,7 +15,7 @@ import torch.fx as fx
 
 from . import ops
 from .errors import VerifyError
-from .graph import name_of, tensors_in
+from .graph import constant_of, name_of, tensors_in
 
 CPU = torch.device("cpu")
 
@@ -68,7 +68,7 @@ class _Twin:
         if node.op == "placeholder":
             return
         if node.op == "get_attr":
-            self._values[node] = getattr(node.graph.owning_module, str(node.target))
+            self._values[node] = constant_of(node)
             return
         if node.op != "call_function":
             raise ValueError(f"{name_of(node)}: the twin cannot run a {node.op}")

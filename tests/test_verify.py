@@ -183,7 +183,8 @@ def test_a_host_input_may_be_read_on_the_device_until_the_graph_claims_to_be_res
 
 
 def test_a_host_scalar_may_join_a_device_op() -> None:
-    verify(graph_of("%s: f32[]@pageable = input {role=buffer}\n%a: f32[8] = aten.mul.Tensor %x, %s\nreturn (%a)"))
+    scalar = "%s: f32[] = input {role=buffer}\n" + '%o: f32[]@pageable = fxo.swap_out %s, host, "pageable"\n%h: f32[]@pageable = fxo.wait %o\n'
+    verify(graph_of(scalar + "%a: f32[8] = aten.mul.Tensor %x, %h\nreturn (%a)"))
 
 
 def test_asking_for_the_size_of_a_host_or_pending_value_is_no_read() -> None:

@@ -12,6 +12,7 @@ import torch
 import torch.fx as fx
 
 from .. import ops
+from ..graph import root_of
 from ..torch_compat import boxed_codegen
 from .transfers import SynchronousEngine, StreamEngine
 
@@ -22,7 +23,7 @@ def compile_eager(graph: fx.Graph, engine: SynchronousEngine | StreamEngine, fin
     """A function of one list (which it empties) that runs `graph`. `finishes`: host results are readable when it returns."""
     lowered = _lower(graph, engine)
     lowered.set_codegen(boxed_codegen())
-    module = fx.GraphModule(torch.nn.Module(), lowered)
+    module = fx.GraphModule(root_of(graph), lowered)
     forward = module.forward
 
     def run(arguments: list[object]) -> Sequence[object]:
