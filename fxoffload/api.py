@@ -16,6 +16,7 @@ from .pins import Pin
 from .planning import STATE_FACTORS
 from .plans import Plan
 from .session import Options, Session
+from .sharing import shared_outside
 from .sizes import format_bytes, parse_bytes
 from .swapped import HOME
 
@@ -203,6 +204,9 @@ def _check_model(model: Any, planning: bool = False) -> None:
         raise ValueError(f"model: {type(model).__name__} cannot be compiled; compile the module inside it")
     if HOME in model.__dict__:
         raise ValueError("model: already compiled; call model.fxoffload.close() first")
+    shared = shared_outside(model)
+    if shared is not None and not planning:
+        raise ValueError(f"model: parameter {shared.name!r} is also a parameter of {shared.owner}, which is not part of the model")
     meta = [name for name, p in model.named_parameters() if p.device.type == "meta"]
     if meta and not planning:
         raise ValueError(f"model: {len(meta)} parameters have no weights (meta device), the first is {meta[0]!r}; load them first")

@@ -251,18 +251,18 @@ class AutocastState:
 
 
 def _step_function(outputs: str, shadows: bool) -> Callable[..., Any]:
-    """What Dynamo traces. Its code is its own object: Dynamo's cache lives on the code, and so ends with the Generation."""
+    """What Dynamo traces. Its code and its globals are its own: Dynamo keeps what it compiled there, and so it ends with them."""
     lazily = outputs == "auto"
 
     def step(module: Any, args: Any, kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
             raise PlanError("capture is switched off here (torch._dynamo.disable, set_stance or a torch function mode): nothing ran")
-        out = type(module).forward(module, *args, **kwargs)
+        out = transformers.without_cache(type(module).forward(module, *args, **kwargs))
         if not lazily or not torch.is_grad_enabled():
             return out
         return only_loss(out) if shadows else detached(out)
 
-    return FunctionType(step.__code__.replace(), step.__globals__, step.__name__, None, step.__closure__)
+    return FunctionType(step.__code__.replace(), dict(step.__globals__), step.__name__, None, step.__closure__)
 
 
 def _is_free_form(kwargs: Mapping[str, Any]) -> bool:

@@ -80,6 +80,7 @@ class Session:
         # Last: what can be refused is refused above, before the model is touched.
         if hasattr(model, "config"):
             transformers.register()
+            transformers.install_recorders(model)
         self.home = Home(options.device)
         self.home.session = self
         self.input_hooks = transformers.InputHooks(model)
@@ -112,7 +113,7 @@ class Session:
 
     def _partition(self, joint: fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, **_: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         step = step_graph(joint.graph, self._refs, num_fwd_outputs)
-        if returns_shadows(step) and any(self._refs[i].role is Role.BUFFER for i in written_inputs()):
+        if returns_shadows(step) and any(self._refs[i].role is Role.BUFFER for i in written_inputs(joint.graph)):
             self.router.leave_out_nothing()
         lowered = self._lower(step)
         halves = split(lowered)

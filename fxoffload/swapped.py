@@ -10,13 +10,14 @@ import contextlib
 import copyreg
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from . import ops
+from .integrations import transformers
 
 HOME = "_fxoffload_home"
 _PLAIN = "_fxoffload_plain_class"
@@ -68,8 +69,8 @@ def plain_forward(module: nn.Module) -> Callable[..., Any]:
     return plain_class(type(module)).forward.__get__(module)  # type: ignore[attr-defined, no-any-return]
 
 
-def swapped_class(cls: type[nn.Module], names: tuple[str, ...], root: bool) -> type[nn.Module]:
-    """The subclass of `cls` whose attributes `names` are gathered; `root` also routes `forward`."""
+def swapped_class(cls: type[nn.Module], names: tuple[str, ...], root: bool, overrides: Mapping[str, Any] | None = None) -> type[nn.Module]:
+    """The subclass of `cls` whose attributes `names` are gathered; `root` also routes `forward`, `overrides` replace others."""
     namespace: dict[str, Any] = {name: _parameter_property(name) for name in names}
     namespace.update({
         _PLAIN: cls,
@@ -80,6 +81,7 @@ def swapped_class(cls: type[nn.Module], names: tuple[str, ...], root: bool) -> t
         "_apply": _apply_in_place,
         "_replicate_for_data_parallel": _refuse_replicas,
     })
+    namespace.update(overrides or {})
     if root:
         namespace["forward"] = _routed(cls)
         namespace["fxoffload"] = property(lambda self: self.__dict__[HOME].session)
@@ -138,7 +140,7 @@ def _entering(cls: type[nn.Module]) -> Callable[..., Any]:
     return forward
 
 
-@torch.compiler.disable(recursive=False)
+@torch.compiler.disable
 def _call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A user's own torch.compile around the model ends here: the model has its own."""
     if function.__name__ == "free_form":
@@ -199,7 +201,7 @@ class ClassSwap:
             if HOME in module.__dict__ and module.__dict__[HOME] is not self.home:
                 raise ValueError("model: a part of it belongs to another compiled model; close that one first")
             found = True
-            self._made.setdefault(key, swapped_class(*key))
+            self._made.setdefault(key, swapped_class(*key, transformers.overrides(module, HOME)))
             self.originals[module] = plain
             module.__class__ = self._made[key]
             module.__dict__[HOME] = self.home

@@ -16,6 +16,7 @@ import torch._functorch.config
 import torch.fx as fx
 import torch._guards
 import torch.fx.experimental._config
+from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
 from torch._dynamo.backends.common import aot_autograd as _aot_autograd
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -56,10 +57,10 @@ def without_modes() -> contextlib.AbstractContextManager[None]:
     return _disable_current_modes()  # type: ignore[no-any-return]
 
 
-def written_inputs() -> list[int]:
-    """Inputs of the graph AOTAutograd is compiling now that its forward writes into (torch._guards.TracingContext)."""
-    metadata = torch._guards.TracingContext.get().fw_metadata
-    return [i for i, entry in enumerate(metadata.input_info) if entry.mutates_data] if metadata is not None else []
+def written_inputs(joint: fx.Graph) -> list[int]:
+    """Positions of the inputs that the forward of AOTAutograd's joint graph writes into (torch._functorch._aot_autograd.descriptors)."""
+    outputs = joint.output_node().meta.get("desc", ())
+    return [d.mutated_input.idx for d in outputs if isinstance(d, InputMutationAOTOutput)]
 
 
 def allow_second_backward() -> None:

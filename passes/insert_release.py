@@ -21,13 +21,19 @@ def run(graph: fx.Graph, ctx: Context) -> fx.Graph:
     ends: dict[int, list[fx.Node]] = {}
     for storage, node in base_nodes(live).items():
         if storage.tier is Tier.DEVICE and storage not in live.escapes:
-            ends.setdefault(live.last[storage], []).append(node)
+            ends.setdefault(live.last[storage], []).append(_awaited(node))
     for index, values in ends.items():
         for value in reversed(values):
             with graph.inserting_after(live.nodes[index]):
                 release = graph.call_function(ops.release, (value,))
             release.meta[INFO] = NodeInfo(f"{name_of(value)}/release")
     return graph
+
+
+def _awaited(node: fx.Node) -> fx.Node:
+    """What a transfer gives once it is over: the transfer itself must not be read across the border."""
+    waits = [user for user in node.users if user.target is ops.wait]
+    return waits[0] if waits else node
 
 
 PASS = Pass(

@@ -7,6 +7,7 @@ padded. So one look per call, before the graph, picks the variant, and Dynamo is
 
 from __future__ import annotations
 
+import functools
 import inspect
 import types
 from collections.abc import Iterator, Mapping
@@ -28,6 +29,7 @@ class Variant:
 
 
 VARIANT = Variant()
+_CACHES = ("past_key_values", "cache_params")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +73,24 @@ def _is_packed(positions: object) -> bool:
 def prepared(model: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
     """The keyword arguments as a planned call needs them: no cache, and counts as tensors (a number would be part of the graph)."""
     kwargs = dict(kwargs)
-    if kwargs.get("use_cache") is None and _takes_use_cache(model):
+    if kwargs.get("use_cache") is None and _takes_use_cache(model) and not _computes_with_cache(model):
         kwargs["use_cache"] = False
     if isinstance(kwargs.get("num_items_in_batch"), int):
         kwargs["num_items_in_batch"] = torch.tensor(kwargs["num_items_in_batch"])
     return kwargs
+
+
+def _computes_with_cache(model: nn.Module) -> bool:
+    """True where a cache decides what training computes: a recurrent model that keeps its state pads its convolutions, and sums in
+    another order. What it would keep is left out by `without_cache`."""
+    return torch.is_grad_enabled() and getattr(model, "_is_stateful", False)
+
+
+def without_cache(out: Any) -> Any:
+    """A model's output less the cache it would keep for generation. Traced by Dynamo."""
+    if isinstance(out, dict) and any(name in out for name in _CACHES):
+        return type(out)(**{key: value for key, value in out.items() if key not in _CACHES})
+    return out
 
 
 def _takes_use_cache(model: nn.Module) -> bool:
@@ -130,6 +145,38 @@ def register() -> None:
 def _untouched(function: Any) -> Any:
     """The same function as another object: what Dynamo traces when the substitute asks for the original."""
     return types.FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
+
+
+def install_recorders(model: nn.Module) -> None:
+    """Gives the encoders inside a composite model the hooks that record hidden states now: they would come with the first forward,
+    under a lock that capture cannot take."""
+    from transformers import PreTrainedModel
+    from transformers.utils.output_capturing import maybe_install_capturing_hooks
+
+    config = model.config
+    own = [config, config.get_text_config()] if hasattr(config, "get_text_config") else [config]
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel) and not any(module.config is c for c in own):
+            maybe_install_capturing_hooks(module)
+
+
+def overrides(module: nn.Module, home: str) -> dict[str, Any]:
+    """Attributes of the class that stands for `module`'s under capture. `home`: where the module keeps its Home.
+
+    A scan over time is the loop that eager runs; under tracing Mamba would take the associative scan, which sums in another order.
+    """
+    return {_SCAN: property(functools.partial(_uses_scan, home), _set_scan)} if _SCAN in module.__dict__ else {}
+
+
+_SCAN = "use_associative_scan"
+
+
+def _uses_scan(home: str, module: nn.Module) -> bool:
+    return module.__dict__[_SCAN] and not module.__dict__[home].active  # type: ignore[no-any-return]
+
+
+def _set_scan(module: nn.Module, value: bool) -> None:
+    module.__dict__[_SCAN] = value
 
 
 _HOOK = "make_inputs_require_grads"

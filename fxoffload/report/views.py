@@ -21,9 +21,11 @@ from ..simulate import Simulation, simulate
 from ..timeline import Timeline, timeline
 
 if TYPE_CHECKING:
+    from typing import TypeAlias
+
     from ..session import Session
 
-    Source = Session | Plan | str | Path
+    Source: TypeAlias = Session | Plan | str | Path
 
 PLAN_FILE = "plan.json"
 
@@ -110,8 +112,8 @@ def machine_of(plan: Plan | None) -> Machine:
 
 def _from_path(path: Path) -> Report:
     if path.is_file():
-        plan = Plan.load(path)
-        return Report(path.name, plan, machine_of(plan), ())
+        alone = Plan.load(path)
+        return Report(path.name, alone, machine_of(alone), ())
     last = last_dumps(path)
     if not last:
         raise ValueError(f"{path}: holds no graph dumps (*.ir); it should be the dump_dir of a compile")
