@@ -11,13 +11,14 @@ from torch import nn
 
 from .graph import Role
 from .joint import InputRef
+from .places import named_constants, named_weights
 from .torch_compat import source_names
 
 
 def input_refs(gm: fx.GraphModule, scope: Mapping[str, object], model: nn.Module) -> list[InputRef]:
     """One InputRef per placeholder of a Dynamo graph. `scope`: the traced function's locals by name."""
-    parameters = {id(p): (fqn, p) for fqn, p in model.named_parameters()}
-    buffers = {id(b): fqn for fqn, b in model.named_buffers()}
+    parameters = {id(p): (fqn, p) for fqn, p in named_weights(model)}
+    buffers = {id(b): fqn for fqn, b in named_constants(model)}
     refs: list[InputRef] = []
     for position, source in enumerate(source_names(gm)):
         value = _evaluate(source, scope)

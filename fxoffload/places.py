@@ -4,15 +4,28 @@ from __future__ import annotations
 
 import functools
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import nn
 
 from .effects import Tier
+from .integrations import bitsandbytes
 from .runtime.host_memory import HostMemory, slab_bytes
 
 HOST = torch.device("cpu")
+
+
+def named_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """What is gathered when it is off the device: parameters, and the scales of packed ones."""
+    yield from model.named_parameters()
+    yield from ((state.name, state.tensor) for state in bitsandbytes.scales(model))
+
+
+def named_constants(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """What stays on the device: buffers, and the tables of packed parameters; each tensor once."""
+    yield from model.named_buffers()
+    yield from {id(state.tensor): (state.name, state.tensor) for state in bitsandbytes.tables(model)}.values()
 
 
 class Places:
@@ -21,17 +34,17 @@ class Places:
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self.model, self.device = model, device
         self.settled = False
-        self._on_disk: list[nn.Parameter] = []
+        self._on_disk: list[torch.Tensor] = []
 
     def settle(self, resident: frozenset[str]) -> bool:
         """Puts the parameters named `resident` and all buffers on the device, other parameters on the host. True when any moved."""
         self.settled = True
-        moved = [_move(p, self.device if name in resident else HOST) for name, p in self.model.named_parameters()]
+        moved = [_move(p, self.device if name in resident else HOST) for name, p in named_weights(self.model)]
         return any([*moved, *self._move_buffers(self.device)])
 
     def house(self, homes: Mapping[str, Tier], memory: HostMemory) -> None:
         """Puts every named parameter's bytes into its host tier: page-locked slabs, the disk file, or where they are."""
-        moves = {n: p for n, p in self.model.named_parameters() if homes.get(n) is Tier.DISK or (homes.get(n) is Tier.PINNED and memory.pin)}
+        moves = {n: p for n, p in named_weights(self.model) if homes.get(n) is Tier.DISK or (homes.get(n) is Tier.PINNED and memory.pin)}
         memory.reserve_pinned(sum(slab_bytes(p) for n, p in moves.items() if homes[n] is Tier.PINNED))
         for name, parameter in moves.items():
             housed = memory.empty_like(parameter, homes[name])
@@ -44,17 +57,18 @@ class Places:
         for parameter in self._on_disk:
             parameter.data = parameter.data.clone()
         self._on_disk.clear()
-        for parameter in self.model.parameters():
-            _move(parameter, HOST)
+        for _, weight in named_weights(self.model):
+            _move(weight, HOST)
         self._move_buffers(HOST)
 
     def _move_buffers(self, device: torch.device) -> list[bool]:
         """Buffers keep their identity where torch can give a tensor new memory on `device`; elsewhere the module gets a new one."""
         in_place = moves_in_place(device) and moves_in_place(self.device)
-        return [
+        moved = [
             _move(buffer, device) if in_place else _replace(module, name, buffer, device)
             for module in self.model.modules() for name, buffer in module._buffers.items() if buffer is not None
         ]
+        return [*moved, bitsandbytes.move_tables(self.model, device)]
 
 
 @functools.lru_cache(maxsize=None)

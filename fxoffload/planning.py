@@ -24,6 +24,7 @@ from .machine import Machine
 from .pins import PARAMETER_PLACES, VALUE_PLACES, Pin, check_pins, pinned_names
 from .pipeline import Context, Pipeline, get_pass
 from .planner import USER_SCALAR_BYTES, Parameter, Problem, Solution, outside_bytes, place_parameters, solve
+from .places import named_constants, named_weights
 from .plans import GraphPlan, Plan, Prediction, Reside
 from .simulate import simulate
 from .sizes import format_bytes
@@ -150,7 +151,7 @@ class Planning:
 
     def _problem(self, graph: fx.Graph, context: Context) -> Problem:
         inputs = {info(n).fqn for n in graph.find_nodes(op="placeholder")}
-        buffers = sum(b.nbytes for n, b in self.model.named_buffers() if n not in inputs)
+        buffers = sum(b.nbytes for n, b in named_constants(self.model) if n not in inputs)
         overhead = self.machine.overhead_bytes if self.machine.device_type == "cuda" else 0
         pinned = pinned_names(self.pins, self.parameters(), PARAMETER_PLACES)
         on_device = frozenset(n for n, place in pinned.items() if place == "device")
@@ -163,7 +164,7 @@ class Planning:
         """Every parameter with its bytes and the tier it has off the device."""
         return {
             name: Parameter(name, p.untyped_storage().nbytes() or p.nbytes, p.requires_grad, self.homes.get(name, self._host_tier()))
-            for name, p in self.model.named_parameters()
+            for name, p in named_weights(self.model)
         }
 
     def _homes(self) -> dict[str, Tier]:
@@ -171,13 +172,13 @@ class Planning:
 
         Raises PlanError naming the host bytes that are missing.
         """
-        pinned = pinned_names(self.pins, (n for n, _ in self.model.named_parameters()), ("pinned", "pageable", "disk"))
-        homes = {name: Tier(pinned[name]) if name in pinned else self._host_tier() for name, _ in self.model.named_parameters()}
+        pinned = pinned_names(self.pins, (n for n, _ in named_weights(self.model)), ("pinned", "pageable", "disk"))
+        homes = {name: Tier(pinned[name]) if name in pinned else self._host_tier() for name, _ in named_weights(self.model)}
         if self.budgets.host_bytes is None:
             return homes
         short = self._host_bytes(homes) - self.budgets.host_bytes
-        disk_left = self.budgets.disk_bytes - sum(p.nbytes for n, p in self.model.named_parameters() if homes[n] is Tier.DISK)
-        for name, parameter in sorted(self.model.named_parameters(), key=lambda pair: (pair[1].requires_grad, -pair[1].nbytes, pair[0])):
+        disk_left = self.budgets.disk_bytes - sum(p.nbytes for n, p in named_weights(self.model) if homes[n] is Tier.DISK)
+        for name, parameter in sorted(named_weights(self.model), key=lambda pair: (pair[1].requires_grad, -pair[1].nbytes, pair[0])):
             if short <= 0:
                 break
             if name in pinned or parameter.nbytes > disk_left:
@@ -193,7 +194,7 @@ class Planning:
     def _host_bytes(self, homes: Mapping[str, Tier]) -> int:
         """Parameters off the disk, one gradient set and the optimizer's states."""
         total = 0
-        for name, p in self.model.named_parameters():
+        for name, p in named_weights(self.model):
             total += p.nbytes if homes[name] is not Tier.DISK else 0
             total += p.nbytes * (1 + self.state_factor) if p.requires_grad else 0
         return total

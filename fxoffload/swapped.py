@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from . import ops
-from .integrations import transformers
+from .integrations import bitsandbytes, transformers
 
 HOME = "_fxoffload_home"
 _PLAIN = "_fxoffload_plain_class"
@@ -201,7 +201,8 @@ class ClassSwap:
             if HOME in module.__dict__ and module.__dict__[HOME] is not self.home:
                 raise ValueError("model: a part of it belongs to another compiled model; close that one first")
             found = True
-            self._made.setdefault(key, swapped_class(*key, transformers.overrides(module, HOME)))
+            overrides = transformers.overrides(module, HOME) | bitsandbytes.overrides(module, HOME)
+            self._made.setdefault(key, swapped_class(*key, overrides))
             self.originals[module] = plain
             module.__class__ = self._made[key]
             module.__dict__[HOME] = self.home

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import weakref
 from collections.abc import Callable, Iterator
+from types import CodeType
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ import torch._functorch.config
 import torch.fx as fx
 import torch._guards
 import torch.fx.experimental._config
+from torch._C._dynamo.eval_frame import reset_code
 from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
 from torch._dynamo.backends.common import aot_autograd as _aot_autograd
 from torch.utils._python_dispatch import _disable_current_modes
@@ -101,13 +103,21 @@ class CompiledStep:
     def __init__(self, function: Callable[..., Any], backend: Callable[..., Any]) -> None:
         self._backend = WeakBackend(backend)
         self._compiled = torch.compile(function, backend=self._backend, fullgraph=True)
+        self._forget = weakref.finalize(self, _forget, function.__code__, id(self._backend))  # type: ignore[attr-defined]
+        self._forget.atexit = False
 
     def __call__(self, *args: Any) -> Any:
         return self._compiled(*args)
 
     def forget(self) -> None:
-        """Dynamo remembers this backend no more (torch._dynamo.eval_frame.cached_backends)."""
-        torch._dynamo.eval_frame.cached_backends.pop(id(self._backend), None)
+        """Dynamo remembers nothing of it any more; so too when this object ends."""
+        self._forget()
+
+
+def _forget(code: CodeType, backend: int) -> None:
+    # Dynamo's map from compiled to original code keeps both alive, and with them everything compiled.
+    reset_code(code)
+    torch._dynamo.eval_frame.cached_backends.pop(backend, None)
 
 
 def mark_dynamic(tensor: torch.Tensor, dim: int) -> None:

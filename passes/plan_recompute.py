@@ -46,7 +46,7 @@ def _forward_values(graph: fx.Graph, live: Liveness, border: fx.Node) -> dict[St
     """Every Storage forward makes that may be made again, under the node that names it."""
     end = live.index[border]
     returned = {s for v in output_of(graph).args[0][0] if isinstance(v, fx.Node) for s in live.of.get(v, ())}  # type: ignore[index]
-    written = {s for node in live.nodes[:end] if _writes(node) for s in live.of.get(node.args[0], ())}  # type: ignore[call-overload]
+    written = {s for node in live.nodes[:end] if _writes(node) for s in live.of.get(node.all_input_nodes[0], ())}
     found = {}
     for storage, node in base_nodes(live).items():
         # Backward would read what forward has written there since (a running mean), not what the original read.

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from fxoffload.pipeline import get_pass
+from fxoffload.testing.golden import golden_cases
 
 HERE = Path(__file__).parent
 REWRITES = sorted(p.stem for p in (HERE.parents[1] / "passes").glob("*.py") if not p.stem.startswith(("plan_", "__init__")))
@@ -20,7 +21,13 @@ def test_a_pass_writes_its_golden_text_and_changes_no_bit(stem: str, assert_gold
 
 @pytest.mark.parametrize("stem", REWRITES)
 def test_a_golden_file_shows_the_pass_at_work_and_leaving_alone(stem: str) -> None:
-    from fxoffload.testing.golden import golden_cases
-
     assert len(golden_cases(HERE / f"{stem}.ir")) >= 2
     assert get_pass(stem.replace("_", "-")).name == stem.replace("_", "-")
+
+
+def test_the_table_in_the_docs_says_what_the_passes_say() -> None:
+    rows = [line.split("|")[1:-1] for line in (HERE.parents[1] / "docs" / "ir.md").read_text().splitlines()]
+    told = {row[0].strip(" `"): [set(filter(None, cell.replace(",", " ").split())) for cell in row[2:]] for row in rows if len(row) == 5}
+    for name in (stem.replace("_", "-") for stem in REWRITES):
+        step = get_pass(name)
+        assert told[name] == [set(step.requires), set(step.provides), set(step.breaks)], name

@@ -1,0 +1,103 @@
+"""bitsandbytes 4-bit layers: their packed weights are offloaded and gathered like any frozen parameter, bit for bit.
+
+A packed weight means nothing without its state: one scale per block (`absmax`, itself packed under double quantization) and small
+tables. The scales grow with the weight, so they are gathered beside it; the tables stay on the device like buffers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from .. import ops
+
+_TABLES = ("code", "offset", "state2.absmax", "state2.code")
+
+
+@dataclass(frozen=True, slots=True)
+class StateTensor:
+    """A tensor in the state of a packed weight, under a name like a parameter's."""
+
+    name: str
+    holder: Any
+    attribute: str
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The tensor itself."""
+        return getattr(self.holder, self.attribute)  # type: ignore[no-any-return]
+
+
+def scales(model: nn.Module) -> Iterator[StateTensor]:
+    """The block scales of every packed weight: frozen parameters in all but name."""
+    for name, state in _states(model):
+        yield StateTensor(f"{name}.absmax", state, "absmax")
+
+
+def tables(model: nn.Module) -> Iterator[StateTensor]:
+    """The small tensors of every packed weight's state: buffers in all but name. Weights may share one."""
+    for name, state in _states(model):
+        for path in _TABLES:
+            *inner, attribute = path.split(".")
+            holder = getattr(state, inner[0], None) if inner else state
+            if isinstance(getattr(holder, attribute, None), torch.Tensor):
+                yield StateTensor(f"{name}.{path}", holder, attribute)
+
+
+def move_tables(model: nn.Module, device: torch.device) -> bool:
+    """Puts every table on `device`; what weights share stays shared. True when any moved."""
+    moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    for state in list(tables(model)):
+        tensor = state.tensor
+        if tensor.device != device:
+            state.holder.__dict__[state.attribute] = moved.setdefault(id(tensor), (tensor, tensor.to(device)))[1]
+    return bool(moved)
+
+
+def _states(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    for name, parameter in model.named_parameters():
+        state = parameter.__dict__.get("quant_state")
+        if state is not None:
+            yield name, state
+
+
+def overrides(module: nn.Module, home: str) -> dict[str, Any]:
+    """Attributes of the class that stands for `module`'s under capture. `home`: where the module keeps its Home."""
+    weight = module._parameters.get("weight")
+    is_packed = weight is not None and weight.__dict__.get("quant_state") is not None
+    return {"forward": _forward_4bit(type(module), home)} if is_packed else {}
+
+
+def _forward_4bit(cls: type[nn.Module], home_name: str) -> Callable[..., torch.Tensor]:
+    """bitsandbytes' own forward less what it writes into the module: the gathered weight is a plain tensor without a state."""
+    from bitsandbytes import matmul_4bit
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        home = self.__dict__[home_name]
+        if not home.active:
+            return cls.forward(self, x)  # type: ignore[no-any-return]
+        state = _on_device(self._parameters["weight"].quant_state, home.device)
+        dtype = self.compute_dtype if self.compute_type_is_set else x.dtype
+        inputs = x if dtype is None else x.to(dtype)
+        bias = None if self.bias is None else self.bias.to(inputs.dtype)
+        return matmul_4bit(inputs, self.weight, bias=bias, quant_state=state).to(x.dtype)  # type: ignore[no-any-return]
+
+    return forward
+
+
+def _on_device(state: Any, device: torch.device) -> Any:
+    if state is None:
+        return None
+    return type(state)(
+        absmax=_gathered(state.absmax, device), shape=state.shape, code=_gathered(state.code, device), blocksize=state.blocksize,
+        quant_type=state.quant_type, dtype=state.dtype, offset=_gathered(state.offset, device), state2=_on_device(state.state2, device))
+
+
+def _gathered(tensor: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
+    if tensor is None or tensor.device == device and device.type != "cpu":
+        return tensor
+    return ops.gather(tensor, device)  # type: ignore[no-any-return]
