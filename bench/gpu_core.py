@@ -106,6 +106,7 @@ def exactness(budget: str) -> dict[str, Any]:
         forget()
     model = lora_model(2, "cpu")
     jolt(model)
+    forget()
     fxoffload.compile(model, batch(2, 1024, "cpu"), device="cuda", device_budget=budget)
     losses, _, gradients = steps(model, batch(2, 1024, "cuda"), 5)
     plan = model.fxoffload.plan

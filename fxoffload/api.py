@@ -61,7 +61,7 @@ def compile(
         disk_dir=None if disk_dir is None else str(disk_dir),
         pin_memory=pin_memory, outputs=outputs, numerics=numerics, replan=replan,
         dump_dir=None if dump_dir is None else Path(dump_dir), max_shape=max_shape or {}, pins=tuple(pins),
-        state_factor=state_factor(optimizer),
+        state_factor=state_factor(optimizer), trained_may_reside=optimizer is not None,
     )
     known = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
     chosen = load_machine(machine) if machine is not None else default_machine(target.type)
@@ -110,7 +110,7 @@ def plan(
         disk_budget_bytes=parse_bytes(disk_budget, "disk_budget"),
         pin_memory=chosen.device_type == "cuda", outputs=outputs, numerics=numerics,
         dump_dir=None if dump_dir is None else Path(dump_dir), max_shape=max_shape or {}, pins=tuple(pins),
-        state_factor=state_factor(optimizer), planning_only=True,
+        state_factor=state_factor(optimizer), trained_may_reside=optimizer is not None, planning_only=True,
     )
     session = Session(model, options, chosen, None)
     try:

@@ -170,6 +170,11 @@ def get_pass(name: str, **options: Option) -> Pass:
     return found[0].with_options(options)
 
 
+def pipeline_names(name: str) -> tuple[str, ...]:
+    """The passes of the built-in pipeline of that name ("plan", "lower"), in order."""
+    return importlib.import_module(ENTRY_POINTS).PIPELINES[name]  # type: ignore[no-any-return]
+
+
 def parse_pipeline(description: str) -> Pipeline:
     """The Pipeline that "a,b{option=1}" describes. Raises ValueError quoting what it cannot read."""
     passes: list[Pass] = []

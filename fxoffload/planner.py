@@ -29,12 +29,17 @@ USER_SCALAR_BYTES = 1024
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """What planning needs to know of one parameter: `n_bytes` of its Storage; `home` is the host tier it lives in when off the device."""
+    """What planning needs to know of one parameter: `n_bytes` of its Storage; `home` is the host tier it lives in when off the device.
+
+    `companion_bytes`: what lives on the device beside it when it resides there and is trained: the optimizer's states and one
+    gradient, which stays through the next step's forward when the caller accumulates.
+    """
 
     fqn: str
     n_bytes: int
     trainable: bool
     home: Tier
+    companion_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +57,7 @@ class Problem:
     resident: frozenset[str] | None = None
     pinned_to_device: frozenset[str] = frozenset()
     pinned_to_host: frozenset[str] = frozenset()
+    trained_may_reside: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,12 +80,33 @@ class Recipe:
 
 def solve(problem: Problem) -> Solution:
     """The fastest Solution found under the budget. Raises PlanError with the true shortfall when there is none."""
-    candidates = [candidate for recipe in _recipes(problem) for candidate in _candidates(problem, recipe)]
-    fitting = [c for c in candidates if not c.found.shortfall_bytes]
-    if not fitting:
-        raise _refusal(problem, min(candidates, key=lambda c: c.found.shortfall_bytes))
-    # min is stable: of equals the first recipe, which recomputes least, with the most residents.
-    return _complete(problem, min(fitting, key=lambda c: c.step_s))
+    candidates: list[_Candidate] = []
+    for trained in _trained_residents(problem):
+        candidates = [candidate for recipe in _recipes(problem) for candidate in _candidates(problem, recipe, trained)]
+        fitting = [c for c in candidates if not c.found.shortfall_bytes]
+        if fitting:
+            # min is stable: of equals the first recipe, which recomputes least, with the most residents.
+            return _complete(problem, min(fitting, key=lambda c: c.step_s))
+    raise _refusal(problem, min(candidates, key=lambda c: c.found.shortfall_bytes))
+
+
+# A trained parameter that resides keeps its gradient on the device when the caller accumulates, and has none there when he does not:
+# residents are limited to this share of the budget, so that the prediction stays within 5 % either way.
+_TRAINED_SHARE = 0.02
+
+
+def _trained_residents(problem: Problem) -> Iterator[frozenset[str]]:
+    """Which trained parameters to let reside: all of them when they are few (adapters), then none."""
+    trained = {p.fqn: p.n_bytes for p in problem.parameters.values() if p.trainable}
+    if problem.resident is not None:
+        yield frozenset(trained) & problem.resident
+        return
+    must = frozenset(trained) & problem.pinned_to_device
+    budget = problem.context.device_budget_bytes
+    small = budget is None or sum(trained.values()) <= budget * _TRAINED_SHARE
+    if problem.trained_may_reside and small and trained:
+        yield (frozenset(trained) - problem.pinned_to_host) | must
+    yield must
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,15 +127,15 @@ def _recipes(problem: Problem) -> Iterator[Recipe]:
         yield from (Recipe("costly"), Recipe("blocks"))
 
 
-def _candidates(problem: Problem, recipe: Recipe) -> Iterator[_Candidate]:
+def _candidates(problem: Problem, recipe: Recipe, trained: frozenset[str]) -> Iterator[_Candidate]:
     context = problem.context
     graph = copy_graph(problem.graph)
-    place_parameters(graph, problem.parameters, frozenset())
+    place_parameters(graph, problem.parameters, trained)
     recomputed = decide("plan-recompute", graph, replace(context, options={"keep": recipe.keep, "blocks": recipe.blocks}))
     graph = apply(graph, replace(context, plan=_bare(recomputed)), _BEFORE_SWAPS)
     schedule = Schedule.of(graph, context.bounds, context.workspace)
     seconds = _channel_s(graph, context, problem.machine)
-    for resident in _residencies(problem):
+    for resident in _residencies(problem, trained):
         outside = problem.fixed_bytes + outside_bytes(problem, resident)
         budget = None if context.device_budget_bytes is None else context.device_budget_bytes - outside
         found = schedule.scan(budget, context.kept_values, context.swapped_values, resident)
@@ -136,13 +163,13 @@ def _bare(decisions: tuple[Decision, ...]) -> GraphPlan:
     return GraphPlan("", decisions, (), Prediction(0, 0))
 
 
-def _residencies(problem: Problem) -> Iterator[frozenset[str]]:
-    """Candidate resident sets, most bytes first."""
+def _residencies(problem: Problem, trained: frozenset[str]) -> Iterator[frozenset[str]]:
+    """Candidate resident sets, most bytes first; `trained` is part of each."""
     if problem.resident is not None:
         yield problem.resident
         return
     used = {info(n).fqn for n in problem.graph.find_nodes(op="placeholder") if info(n).role is Role.PARAMETER and n.users}
-    must = frozenset(problem.pinned_to_device)
+    must = problem.pinned_to_device | trained
     free = [p for p in problem.parameters.values() if p.fqn in used and not p.trainable and p.fqn not in problem.pinned_to_host | must]
     total = sum(p.n_bytes for p in free)
     seen: set[frozenset[str]] = set()
@@ -213,9 +240,10 @@ def _complete(problem: Problem, chosen: _Candidate) -> Solution:
 
 
 def outside_bytes(problem: Problem, resident: frozenset[str]) -> int:
-    """Resident parameters that are no input of this graph."""
+    """Resident parameters that are no input of this graph, and what residents that are trained bring along."""
     inputs = {info(n).fqn for n in problem.graph.find_nodes(op="placeholder")}
-    return sum(problem.parameters[fqn].n_bytes for fqn in sorted(resident) if fqn not in inputs)
+    idle = sum(problem.parameters[fqn].n_bytes for fqn in sorted(resident) if fqn not in inputs)
+    return idle + sum(problem.parameters[fqn].companion_bytes for fqn in sorted(resident))
 
 
 def _refusal(problem: Problem, nearest: _Candidate) -> PlanError:

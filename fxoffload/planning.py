@@ -22,7 +22,7 @@ from .graph import Bounds, Role, border_of, copy_graph, info, output_of
 from .liveness import base_nodes, liveness
 from .machine import Machine
 from .pins import PARAMETER_PLACES, VALUE_PLACES, Pin, check_pins, pinned_names
-from .pipeline import Context, Pipeline, get_pass
+from .pipeline import Context, Pipeline, get_pass, pipeline_names
 from .planner import USER_SCALAR_BYTES, Parameter, Problem, Solution, outside_bytes, place_parameters, solve
 from .places import named_constants, named_weights
 from .plans import GraphPlan, Plan, Prediction, Reside
@@ -62,6 +62,7 @@ class Planning:
     replan: bool = True
     may_reside: bool = True
     state_factor: int = 2
+    trained_may_reside: bool = False
     dump_dir: Path | None = None
     resident: frozenset[str] | None = None
     homes: dict[str, Tier] = field(default_factory=dict)
@@ -157,13 +158,15 @@ class Planning:
         on_device = frozenset(n for n, place in pinned.items() if place == "device")
         return Problem(
             graph, context, self.parameters(), self.machine, buffers + USER_SCALAR_BYTES + overhead,
-            self.resident if self.may_reside else frozenset(), on_device, frozenset(pinned) - on_device,
+            self.resident if self.may_reside else frozenset(), on_device, frozenset(pinned) - on_device, self.trained_may_reside,
         )
 
     def parameters(self) -> dict[str, Parameter]:
         """Every parameter with its bytes and the tier it has off the device."""
         return {
-            name: Parameter(name, p.untyped_storage().nbytes() or p.nbytes, p.requires_grad, self.homes.get(name, self._host_tier()))
+            name: Parameter(
+                name, p.untyped_storage().nbytes() or p.nbytes, p.requires_grad, self.homes.get(name, self._host_tier()),
+                p.nbytes * (1 + self.state_factor) * p.requires_grad)
             for name, p in named_weights(self.model)
         }
 
@@ -220,9 +223,7 @@ class Planning:
 
 def REWRITES() -> Pipeline:
     """The rewrites that lower a canonical graph, as one Pipeline."""
-    from .passes import PIPELINES
-
-    return Pipeline([get_pass(name) for name in PIPELINES["lower"]])
+    return Pipeline([get_pass(name) for name in pipeline_names("lower")])
 
 
 def bounds_of(graph: fx.Graph, maxima: Mapping[str, tuple[int, ...]]) -> Bounds:

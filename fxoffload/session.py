@@ -52,6 +52,7 @@ class Options:
     pins: tuple[Pin, ...] = ()
     state_factor: int = 2
     planning_only: bool = False
+    trained_may_reside: bool = False
 
     @property
     def pinned(self) -> bool:
@@ -73,7 +74,7 @@ class Session:
         self.planning = Planning(
             model, options.device,
             Budgets(options.device_budget_bytes, options.host_budget_bytes, options.disk_budget_bytes, options.pinned),
-            machine, plan, options.pins, options.numerics, options.replan, moves_in_place(options.device), options.state_factor, options.dump_dir)
+            machine, plan, options.pins, options.numerics, options.replan, moves_in_place(options.device), options.state_factor, options.trained_may_reside, options.dump_dir)
         self.memory = (
             HostMemory() if options.planning_only else HostMemory(options.pinned, options.disk_dir, options.disk_budget_bytes))
         self.engine = engine_for(options.device, self.memory)

@@ -88,7 +88,8 @@ class Slab:
 
     def __init__(self, region: mmap.mmap, on_close: Callable[[], None]) -> None:
         self.n_bytes = len(region)
-        self._region, self._on_close = region, on_close
+        # Also when a Session ends without close(): no file and no page lock outlives its slab.
+        self._region, self._end = region, weakref.finalize(self, on_close)
         self._free: list[tuple[int, int]] = [(0, self.n_bytes)]
 
     def take(self, n_bytes: int) -> torch.UntypedStorage | None:
@@ -105,7 +106,7 @@ class Slab:
 
     def close(self) -> None:
         """Ends what the region was registered with."""
-        self._on_close()
+        self._end()
 
     def _give_back(self, offset: int, size: int) -> None:
         merged: list[tuple[int, int]] = []

@@ -1,0 +1,166 @@
+"""Wrong arguments: one clear error that names the argument, and a model that is as it was."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from loops import assert_same, train
+from torch import nn
+from zoo import llama, tokens
+
+import fxoffload
+
+pytestmark = pytest.mark.integration
+
+
+def small() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+BATCH = torch.zeros(4, 8)
+WRONG: list[tuple[str, dict[str, Any]]] = [
+    ("device_budget", {"device_budget": "lots"}),
+    ("device_budget", {"device_budget": "3 parsecs"}),
+    ("device_budget", {"device_budget": -1}),
+    ("device_budget", {"device_budget": 0}),
+    ("device_budget", {"device_budget": float("nan")}),
+    ("device_budget", {"device_budget": True}),
+    ("device_budget", {"device_budget": "auto"}),
+    ("host_budget", {"host_budget": "-5GiB"}),
+    ("disk_budget", {"disk_budget": -7}),
+    ("disk_dir", {"disk_budget": "1MiB"}),
+    ("disk_dir", {"disk_budget": "1MiB", "disk_dir": "/no/such/folder"}),
+    ("device", {"device": "toaster"}),
+    ("device", {"device": "cuda:7"}),
+    ("device", {"device": "meta"}),
+    ("outputs", {"outputs": "some"}),
+    ("numerics", {"numerics": "sloppy"}),
+    ("executor", {"executor": "interpreter"}),
+    ("optimizer", {"optimizer": "adamwww"}),
+    ("machine", {"machine": "no-such-machine"}),
+    ("plan", {"plan": "/no/such/plan.json"}),
+    ("max_shape", {"max_shape": {"width": 5}}),
+    ("max_shape", {"max_shape": {"batch": "many"}}),
+    ("max_shape", {"max_shape": {"batch": -1}}),
+    ("pins", {"pins": ("model.embed",)}),
+]
+
+
+@pytest.mark.parametrize(("argument", "options"), WRONG, ids=lambda v: v if isinstance(v, str) else str(next(iter(v.values())))[:20])
+def test_a_wrong_argument_is_named_and_the_model_stays_as_it_was(argument: str, options: dict[str, Any]) -> None:
+    if options.get("device") == "cuda:7" and torch.cuda.device_count() > 7:
+        pytest.skip("this host has such a device")
+    model = small()
+    with pytest.raises(ValueError, match=f"^{argument}"):
+        fxoffload.compile(model, BATCH, **{"device": "cpu", "device_budget": "1MiB", **options})
+    assert type(model) is nn.Sequential and type(model[0]) is nn.Linear
+
+
+@pytest.mark.parametrize("batch", [{}, (), None, [], "text", torch.zeros(0, 8), {"input": torch.zeros(0, 8)}], ids=repr)
+def test_an_empty_or_unusable_batch_is_named(batch: Any) -> None:
+    model = small()
+    with pytest.raises(ValueError, match="^batch"):
+        fxoffload.compile(model, batch, device="cpu", device_budget="1MiB")
+    assert type(model[0]) is nn.Linear
+
+
+@pytest.mark.parametrize("model", [None, "llama", nn.Linear, lambda x: x], ids=["none", "text", "class", "function"])
+def test_what_is_not_a_module_is_named(model: Any) -> None:
+    with pytest.raises(ValueError, match="^model"):
+        fxoffload.compile(model, BATCH, device="cpu", device_budget="1MiB")
+
+
+def test_parameters_without_weights_are_named() -> None:
+    with torch.device("meta"):
+        model = small()
+    with pytest.raises(ValueError, match="^model: .*'0.weight'"):
+        fxoffload.compile(model, BATCH, device="cpu", device_budget="1MiB")
+
+
+def test_an_impossible_budget_names_the_shortfall_and_leaves_the_model_as_it_was() -> None:
+    model = small()
+    with pytest.raises(fxoffload.PlanError, match="short") as refused:
+        fxoffload.compile(model, BATCH, device="cpu", device_budget=64)
+    assert refused.value.shortfall_bytes
+    assert type(model[0]) is nn.Linear and not hasattr(model, "fxoffload")
+    with pytest.raises(fxoffload.PlanError, match="host_budget"):
+        fxoffload.compile(model, BATCH, device="cpu", device_budget="1MiB", host_budget=64)
+    assert type(model[0]) is nn.Linear and not hasattr(model, "fxoffload")
+
+
+def test_a_model_error_on_the_sample_is_reported_and_leaves_the_model_as_it_was() -> None:
+    model = small()
+    with pytest.raises(RuntimeError, match="(?s)cannot be captured.*shapes"):
+        fxoffload.compile(model, torch.zeros(4, 9), device="cpu", device_budget="1MiB")
+    assert type(model[0]) is nn.Linear
+
+
+class Branching(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) if x.sum() > 0 else super().forward(-x)
+
+
+def test_what_cannot_be_one_graph_is_refused_with_its_place() -> None:
+    model = Branching(8, 8)
+    with pytest.raises(fxoffload.PlanError, match="(?s)one graph.*test_bad_input.py"):
+        fxoffload.compile(model, BATCH, device="cpu", device_budget="1MiB")
+    assert type(model) is Branching
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    path = tmp_path_factory.mktemp("plan") / "plan.json"
+    model = fxoffload.compile(small(), BATCH, device="cpu", device_budget="1MiB")
+    model.fxoffload.plan.save(path)
+    yield path
+
+
+def test_a_plan_for_another_graph_is_refused_without_replan(saved: Path) -> None:
+    same = fxoffload.compile(small(), BATCH, device="cpu", device_budget="1MiB", plan=saved, replan=False)
+    same(BATCH).sum().backward()
+    with pytest.raises(fxoffload.PlanError, match="replan=False"), torch.autocast("cpu", torch.bfloat16):
+        same(BATCH)
+    other = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
+    with pytest.raises(fxoffload.PlanError, match="fingerprint.*replan=False"):
+        fxoffload.compile(other, BATCH, device="cpu", device_budget="1MiB", plan=saved, replan=False)
+
+
+def test_a_plan_file_that_is_not_one_is_named(tmp_path: Path, saved: Path) -> None:
+    half = tmp_path / "half.json"
+    half.write_text(saved.read_text()[:100])
+    with pytest.raises(ValueError, match="half.json"):
+        fxoffload.compile(small(), BATCH, device="cpu", device_budget="1MiB", plan=half)
+
+
+def test_nan_in_a_batch_trains_as_plain_pytorch_does() -> None:
+    model = small()
+    plain = copy.deepcopy(model)
+    model = fxoffload.compile(model, BATCH, device="cpu", device_budget="1MiB")
+    batch = torch.full((4, 8), float("nan"))
+    for net in (plain, model):
+        net(batch).sum().backward()
+    assert all(torch.equal(p.grad.isnan(), q.grad.isnan()) for p, q in zip(plain.parameters(), model.parameters()))
+    model.zero_grad(), plain.zero_grad()
+    for net in (plain, model):
+        net(torch.ones(3, 8)).sum().backward()
+    assert_same(plain, model)
+
+
+def test_a_call_the_model_cannot_take_raises_and_the_next_one_trains() -> None:
+    case = llama(num_hidden_layers=1)
+    plain = copy.deepcopy(case.model)
+    model = fxoffload.compile(case.model, case.batch, device="cpu", device_budget="700KiB")
+    with pytest.raises((TypeError, fxoffload.PlanError), match="wrong"):
+        model(wrong=1, **case.batch).loss.wrong
+    with pytest.raises((ValueError, fxoffload.PlanError), match="input_ids"):
+        model()
+    with pytest.raises((RuntimeError, IndexError)):
+        model(input_ids=torch.zeros(2, 4), labels=torch.zeros(2, 4, dtype=torch.long))
+    assert train(plain, [tokens()]) == train(model, [tokens()])
+    assert_same(plain, model)
