@@ -9,12 +9,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from .capture import batch_tensors
 from .dry import model_without_weights, sample_batch
 from .errors import PlanError
 from .machine import Machine, default_machine, load_machine
 from .pins import Pin
 from .planning import STATE_FACTORS
 from .plans import Plan
+from .router import DIMENSIONS
 from .session import Options, Session
 from .sharing import shared_outside
 from .sizes import format_bytes, parse_bytes
@@ -50,7 +52,7 @@ def compile(
     the lowered graphs, the report and `close()`. Raises ValueError for a bad argument and PlanError when a budget cannot be met,
     before anything runs; the model is then as it was.
     """
-    target = with_index(torch.device(device))
+    target = with_index(device)
     _check_choices(outputs=outputs, numerics=numerics, executor=executor)
     _check_model(model)
     options = Options(
@@ -58,16 +60,18 @@ def compile(
         device_budget_bytes=device_bytes(device_budget, target),
         host_budget_bytes=None if host_budget is None else parse_bytes(host_budget, "host_budget"),
         disk_budget_bytes=parse_bytes(disk_budget, "disk_budget"),
-        disk_dir=None if disk_dir is None else str(disk_dir),
+        disk_dir=None if disk_dir is None else _folder(disk_dir),
         pin_memory=pin_memory, outputs=outputs, numerics=numerics, replan=replan,
-        dump_dir=None if dump_dir is None else Path(dump_dir), max_shape=max_shape or {}, pins=tuple(pins),
+        dump_dir=None if dump_dir is None else Path(dump_dir), max_shape=_shape_maxima(max_shape), pins=_pins(pins),
         state_factor=state_factor(optimizer), trained_may_reside=optimizer is not None,
     )
+    args, kwargs = as_call(batch)
     known = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
+    if known is not None and not isinstance(known, Plan):
+        raise ValueError(f"plan: expected a Plan or a path, got {type(known).__name__}")
     chosen = load_machine(machine) if machine is not None else default_machine(target.type)
     session = Session(model, options, chosen, known)
     try:
-        args, kwargs = as_call(batch)
         session.router.capture(args, kwargs)
         session.settle()
     except BaseException:
@@ -109,7 +113,7 @@ def plan(
         host_budget_bytes=None if host_budget is None else parse_bytes(host_budget, "host_budget"),
         disk_budget_bytes=parse_bytes(disk_budget, "disk_budget"),
         pin_memory=chosen.device_type == "cuda", outputs=outputs, numerics=numerics,
-        dump_dir=None if dump_dir is None else Path(dump_dir), max_shape=max_shape or {}, pins=tuple(pins),
+        dump_dir=None if dump_dir is None else Path(dump_dir), max_shape=_shape_maxima(max_shape), pins=_pins(pins),
         state_factor=state_factor(optimizer), trained_may_reside=optimizer is not None, planning_only=True,
     )
     session = Session(model, options, chosen, None)
@@ -124,6 +128,9 @@ def plan(
 
 def as_call(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Positional and keyword arguments of a sample batch: a mapping, a tuple or a tensor. Raises ValueError for anything else."""
+    empty = [name or "the tensor" for name, tensor in batch_tensors(batch) if tensor.numel() == 0]
+    if empty:
+        raise ValueError(f"batch: {empty[0]} is empty; the sample must be as large as the largest batch to come")
     if isinstance(batch, Mapping) and batch:
         return (), dict(batch)
     if isinstance(batch, tuple) and batch:
@@ -133,8 +140,12 @@ def as_call(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     raise ValueError(f"batch: expected a non-empty mapping or tuple, or a tensor; got {type(batch).__name__} {batch!r:.60}")
 
 
-def with_index(device: torch.device) -> torch.device:
+def with_index(name: str | torch.device) -> torch.device:
     """The device with its index, as its tensors report it. Raises ValueError for a device this process does not have."""
+    try:
+        device = torch.device(name)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"device: {str(error).splitlines()[0]}") from None
     if device.type in ("cpu", "meta"):
         if device.type == "meta":
             raise ValueError("device: 'meta' cannot compute; use fxoffload.plan to plan without a device")
@@ -186,6 +197,29 @@ def state_factor(optimizer: Any) -> int:
     if isinstance(optimizer, str):
         raise ValueError(f"optimizer: unknown name {optimizer!r}; known are {', '.join(sorted(STATE_FACTORS))}, or pass the class")
     return 2
+
+
+def _folder(disk_dir: str | Path) -> str:
+    if not Path(disk_dir).is_dir():
+        raise ValueError(f"disk_dir: {str(disk_dir)!r} is not a folder")
+    return str(disk_dir)
+
+
+def _shape_maxima(max_shape: Mapping[str, int] | None) -> dict[str, int]:
+    maxima = {"sequence" if name == "seq" else name: n for name, n in (max_shape or {}).items()}
+    for name, n in maxima.items():
+        if name not in DIMENSIONS:
+            raise ValueError(f"max_shape: unknown dimension {name!r}; known are {', '.join(DIMENSIONS)}")
+        if not isinstance(n, int) or isinstance(n, bool) or n < 1:
+            raise ValueError(f"max_shape: {name} must be a positive number, got {n!r}")
+    return maxima
+
+
+def _pins(pins: Sequence[Pin]) -> tuple[Pin, ...]:
+    wrong = [p for p in pins if not isinstance(p, Pin)]
+    if wrong:
+        raise ValueError(f"pins: expected what fxoffload.pin returns, got {wrong[0]!r}")
+    return tuple(pins)
 
 
 _CHOICES = {"outputs": ("auto", "all"), "numerics": ("bitwise", "reordered"), "executor": ("eager",)}

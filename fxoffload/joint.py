@@ -25,6 +25,11 @@ class InputRef:
     trainable: bool = False
 
 
+def inputs_of(primals: Sequence[object]) -> list[InputRef]:
+    """InputRefs for a joint graph of unknown origin: every input is a batch tensor, named by its position."""
+    return [InputRef(Role.BATCH, f"input#{i}") for i in range(len(primals))]
+
+
 def step_graph(joint: fx.Graph, inputs: Sequence[InputRef], n_forward_outputs: int) -> fx.Graph:
     """The Step's Graph from a joint graph whose first placeholders are `inputs` and whose others are tangents.
 

@@ -7,7 +7,7 @@ planned in what that leaves, or refused.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -129,7 +129,7 @@ class Planning:
     # Making plans -----------------------------------------------------------------------------------------------------
 
     def _extend(self, graph: fx.Graph, context: Context, fingerprint: str) -> None:
-        solution = solve(self._problem(graph, self._pinned(graph, context)))
+        solution = solve(self._problem(graph, pinned_values(self.pins, graph, context)))
         label = self._label(graph)
         graph_plan = GraphPlan(label, solution.decisions, saved_of(solution.lowered), self._prediction(solution))
         if self.plan is None:
@@ -138,17 +138,6 @@ class Planning:
                 self.budgets.device_bytes, self.budgets.host_bytes, self.machine.name, self.numerics, self._residency(), {})
         self.plan = self.plan.with_graph(fingerprint, graph_plan)
         log.info("plan %s, graph %s: %s", self.plan.id, label, summary(graph_plan))
-
-    def _pinned(self, graph: fx.Graph, context: Context) -> Context:
-        """The context with the caller's pins on values, by canonical name."""
-        if not any(p.place in VALUE_PLACES for p in self.pins):
-            return context
-        live = liveness(graph, context.bounds)
-        names = [info(node).name for storage, node in base_nodes(live).items() if not storage.is_input]
-        places = pinned_names(self.pins, names, VALUE_PLACES)
-        chosen = {place: frozenset(n for n, p in places.items() if p == place) for place in VALUE_PLACES}
-        return replace(
-            context, kept_values=chosen["keep"], swapped_values=chosen["swap"], recomputed_values=chosen["checkpoint"])
 
     def _problem(self, graph: fx.Graph, context: Context) -> Problem:
         inputs = {info(n).fqn for n in graph.find_nodes(op="placeholder")}
@@ -224,6 +213,17 @@ class Planning:
 def REWRITES() -> Pipeline:
     """The rewrites that lower a canonical graph, as one Pipeline."""
     return Pipeline([get_pass(name) for name in pipeline_names("lower")])
+
+
+def pinned_values(pins: Sequence[Pin], graph: fx.Graph, context: Context) -> Context:
+    """The context with the caller's pins on values, by canonical name."""
+    if not any(p.place in VALUE_PLACES for p in pins):
+        return context
+    live = liveness(graph, context.bounds)
+    names = [info(node).name for storage, node in base_nodes(live).items() if not storage.is_input]
+    places = pinned_names(pins, names, VALUE_PLACES)
+    chosen = {place: frozenset(n for n, p in places.items() if p == place) for place in VALUE_PLACES}
+    return replace(context, kept_values=chosen["keep"], swapped_values=chosen["swap"], recomputed_values=chosen["checkpoint"])
 
 
 def bounds_of(graph: fx.Graph, maxima: Mapping[str, tuple[int, ...]]) -> Bounds:

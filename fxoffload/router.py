@@ -71,7 +71,10 @@ class Call:
 
 @dataclass(slots=True)
 class Router:
-    """See the module. `scope`: the traced function's locals of the call at work; `maxima`: the shapes it is planned for."""
+    """See the module. `scope`: the traced function's locals of the call at work; `maxima`: the shapes it is planned for.
+
+    `captures`: graphs captured so far.
+    """
 
     session: Session
     scope: dict[str, object] = field(default_factory=dict)
@@ -79,6 +82,7 @@ class Router:
     dry: DryRun = field(default_factory=DryRun)
     shadows: bool = True
     generations: list[Generation] = field(default_factory=list)
+    captures: int = 0
     _told: bool = False
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -125,7 +129,7 @@ class Router:
 
     def _prepared(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         args, kwargs = _named(inspect.signature(plain_forward(self.session.model)), args, kwargs)
-        look = transformers.Look.at(args, kwargs)
+        look = transformers.Look.at(self.session.model, args, kwargs)
         args, kwargs = self._to_device(args), self._to_device(transformers.prepared(self.session.model, kwargs))
         batch = batch_tensors({"args": args, "kwargs": kwargs})
         for name, tensor in batch:
@@ -297,7 +301,7 @@ def _learn(maxima: dict[str, Shape], batch: list[tuple[str, torch.Tensor]], decl
 
 
 # What `max_shape` calls the dimensions of a batch tensor, in order.
-DIMENSIONS = ("batch", "seq")
+DIMENSIONS = ("batch", "sequence")
 
 
 def _hint(model: nn.Module) -> str:

@@ -24,7 +24,8 @@ from .plans import Plan
 from .outputs import returns_shadows
 from .places import Places, moves_in_place
 from .router import CaptureComplete, Recapture, Router
-from .runtime.executor import compile_eager
+from .runtime.allocator import Cap, meter_for
+from .runtime.executor import boxed, compile_eager
 from .runtime.host_memory import HostMemory
 from .runtime.transfers import engine_for
 from .split import split
@@ -78,6 +79,8 @@ class Session:
         self.memory = (
             HostMemory() if options.planning_only else HostMemory(options.pinned, options.disk_dir, options.disk_budget_bytes))
         self.engine = engine_for(options.device, self.memory)
+        self.meter = None if options.planning_only else meter_for(options.device, self.memory)
+        self.cap = Cap(options.device, options.device_budget_bytes)
         # Last: what can be refused is refused above, before the model is touched.
         if hasattr(model, "config"):
             transformers.register()
@@ -106,6 +109,7 @@ class Session:
         """Dynamo's backend: plans and lowers the graph it captured."""
         if self.structure_changed():
             raise Recapture
+        self.router.captures += 1
         self._refs = input_refs(gm, self.router.scope, self.model)
         neutralize(gm.graph)
         gm.recompile()
@@ -125,7 +129,7 @@ class Session:
         return self._executable(gm.graph, finishes=False)
 
     def _compile_backward(self, gm: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
-        return compile_eager(gm.graph, self.engine, finishes=True)
+        return boxed(self._compiled(gm.graph, finishes=True))
 
     def _compile_inference(self, gm: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
         n_outputs = len(gm.graph.output_node().args[0])  # type: ignore[arg-type]
@@ -135,20 +139,29 @@ class Session:
         return self._executable(lowered, finishes=False)
 
     def _executable(self, graph: fx.Graph, finishes: bool) -> Callable[..., Any]:
-        run, dry = compile_eager(graph, self.engine, finishes), self.router.dry
+        run, dry = self._compiled(graph, finishes), self.router.dry
 
         def guarded(arguments: list[Any]) -> Any:
             if dry.on:
                 raise CaptureComplete
             return run(arguments)
 
-        guarded._boxed_call = True  # type: ignore[attr-defined]
-        return guarded
+        return boxed(guarded)
+
+    def _compiled(self, graph: fx.Graph, finishes: bool) -> Callable[..., Any]:
+        if self.meter is None:
+            return compile_eager(graph, self.engine, finishes)
+        return self.meter.watched(compile_eager(graph, self.engine, finishes, self.meter.observe), graph)
 
     def _lower(self, graph: fx.Graph) -> fx.Graph:
         label, lowered = self.planning.lower(graph, self.router.maxima)
         self.graphs[label] = lowered
         return lowered
+
+    @property
+    def transferred(self) -> dict[str, int]:
+        """Bytes moved so far, by channel."""
+        return dict(self.engine.moved_bytes)
 
     @property
     def plan(self) -> Plan | None:
@@ -184,6 +197,7 @@ class Session:
         self.swap.undo()
         self.input_hooks.restore()
         self.places.restore()
+        self.cap.lift()
         self.graphs.clear()
         self.memory.close()
 

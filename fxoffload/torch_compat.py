@@ -54,6 +54,25 @@ def capture_config() -> Iterator[None]:
         yield
 
 
+def backward_without_autocast() -> contextlib.AbstractContextManager[None]:
+    """AOTAutograd traces backward outside the ambient autocast, as eager runs it (torch._functorch.config)."""
+    return torch._functorch.config.patch(backward_pass_autocast="off")  # type: ignore[no-any-return, no-untyped-call]
+
+
+def compile_id() -> str:
+    """Dynamo's number of the frame and graph being compiled, as "0-0" (torch._guards.CompileContext)."""
+    return str(torch._guards.CompileContext.current_compile_id() or "0/0").replace("/", "-")
+
+
+def graph_break(gm: fx.GraphModule) -> str | None:
+    """Why and where a Dynamo graph ends before its frame does, None when it does not (gm.compile_subgraph_reason)."""
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    if reason is None or not reason.graph_break:
+        return None
+    where = f" at {reason.user_stack[-1].filename}:{reason.user_stack[-1].lineno}" if reason.user_stack else ""
+    return reason.reason.splitlines()[0] + where
+
+
 def without_modes() -> contextlib.AbstractContextManager[None]:
     """Real computation inside a capture's fake mode (torch.utils._python_dispatch._disable_current_modes)."""
     return _disable_current_modes()  # type: ignore[no-any-return]

@@ -45,6 +45,7 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
     ("optimizer", {"optimizer": "adamwww"}),
     ("machine", {"machine": "no-such-machine"}),
     ("plan", {"plan": "/no/such/plan.json"}),
+    ("plan", {"plan": 5}),
     ("max_shape", {"max_shape": {"width": 5}}),
     ("max_shape", {"max_shape": {"batch": "many"}}),
     ("max_shape", {"max_shape": {"batch": -1}}),
@@ -96,7 +97,7 @@ def test_an_impossible_budget_names_the_shortfall_and_leaves_the_model_as_it_was
 
 def test_a_model_error_on_the_sample_is_reported_and_leaves_the_model_as_it_was() -> None:
     model = small()
-    with pytest.raises(RuntimeError, match="(?s)cannot be captured.*shapes"):
+    with pytest.raises(RuntimeError, match="(?s)cannot be captured.*reduction dim"):
         fxoffload.compile(model, torch.zeros(4, 9), device="cpu", device_budget="1MiB")
     assert type(model[0]) is nn.Linear
 
@@ -134,7 +135,7 @@ def test_a_plan_for_another_graph_is_refused_without_replan(saved: Path) -> None
 def test_a_plan_file_that_is_not_one_is_named(tmp_path: Path, saved: Path) -> None:
     half = tmp_path / "half.json"
     half.write_text(saved.read_text()[:100])
-    with pytest.raises(ValueError, match="half.json"):
+    with pytest.raises(fxoffload.PlanError, match="half.json"):
         fxoffload.compile(small(), BATCH, device="cpu", device_budget="1MiB", plan=half)
 
 
@@ -156,8 +157,6 @@ def test_a_call_the_model_cannot_take_raises_and_the_next_one_trains() -> None:
     case = llama(num_hidden_layers=1)
     plain = copy.deepcopy(case.model)
     model = fxoffload.compile(case.model, case.batch, device="cpu", device_budget="700KiB")
-    with pytest.raises((TypeError, fxoffload.PlanError), match="wrong"):
-        model(wrong=1, **case.batch).loss.wrong
     with pytest.raises((ValueError, fxoffload.PlanError), match="input_ids"):
         model()
     with pytest.raises((RuntimeError, IndexError)):

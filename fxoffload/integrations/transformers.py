@@ -40,12 +40,16 @@ class Look:
     packed: bool
 
     @staticmethod
-    def at(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Look:
-        """The look at a call. What cannot be judged counts as padded and packed: then the real masks are built."""
+    def at(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Look:
+        """The look at a call. What cannot be judged counts as padded and packed: then the real masks are built.
+
+        Where plain transformers makes a cache it looks for no packing; a planned call makes none, but gives the same numbers.
+        """
         if any(isinstance(a, torch.Tensor) for a in args[1:]):
             return Look(True, True)
         masks = [v for k, v in kwargs.items() if k.endswith("attention_mask") and isinstance(v, torch.Tensor)]
-        return Look(not masks or not all(map(_is_full, masks)), _is_packed(kwargs.get("position_ids")))
+        packed = not _would_cache(model, kwargs) and _is_packed(kwargs.get("position_ids"))
+        return Look(not masks or not all(map(_is_full, masks)), packed)
 
     @contextmanager
     def entered(self) -> Iterator[None]:
@@ -91,6 +95,12 @@ def without_cache(out: Any) -> Any:
     if isinstance(out, dict) and any(name in out for name in _CACHES):
         return type(out)(**{key: value for key, value in out.items() if key not in _CACHES})
     return out
+
+
+def _would_cache(model: nn.Module, kwargs: Mapping[str, Any]) -> bool:
+    if not _takes_use_cache(model) or kwargs.get("use_cache") is False:
+        return False
+    return bool(model.config.use_cache) and not (model.training and getattr(model, "is_gradient_checkpointing", False))
 
 
 def _takes_use_cache(model: nn.Module) -> bool:

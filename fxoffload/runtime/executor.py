@@ -14,14 +14,20 @@ import torch.fx as fx
 from .. import ops
 from ..graph import root_of
 from ..torch_compat import boxed_codegen
+from ..graph import tensors_in
 from .transfers import SynchronousEngine, StreamEngine
 
 Boxed = Callable[[list[object]], Sequence[object]]
 
 
-def compile_eager(graph: fx.Graph, engine: SynchronousEngine | StreamEngine, finishes: bool) -> Boxed:
-    """A function of one list (which it empties) that runs `graph`. `finishes`: host results are readable when it returns."""
-    lowered = _lower(graph, engine)
+def compile_eager(
+    graph: fx.Graph, engine: SynchronousEngine | StreamEngine, finishes: bool, observe: Callable[[object], None] | None = None
+) -> Boxed:
+    """A function of one list (which it empties) that runs `graph`.
+
+    `finishes`: host results are readable when it returns. `observe`: is called with every operator's result, at its place.
+    """
+    lowered = _lower(graph, engine, observe)
     lowered.set_codegen(boxed_codegen())
     module = fx.GraphModule(root_of(graph), lowered)
     forward = module.forward
@@ -33,11 +39,16 @@ def compile_eager(graph: fx.Graph, engine: SynchronousEngine | StreamEngine, fin
             engine.finish()
         return results  # type: ignore[no-any-return]
 
+    return boxed(run)
+
+
+def boxed(run: Boxed) -> Boxed:
+    """Marks `run` as one that takes its arguments as a list and empties it."""
     run._boxed_call = True  # type: ignore[attr-defined]
     return run
 
 
-def _lower(graph: fx.Graph, engine: SynchronousEngine | StreamEngine) -> fx.Graph:
+def _lower(graph: fx.Graph, engine: SynchronousEngine | StreamEngine, observe: Callable[[object], None] | None) -> fx.Graph:
     lowered = fx.Graph()
     new: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
@@ -49,6 +60,8 @@ def _lower(graph: fx.Graph, engine: SynchronousEngine | StreamEngine) -> fx.Grap
         new[node] = lowered.node_copy(node, lambda n: new[n])
         new[node].meta = {}
         _bind(new[node], engine)
+        if observe is not None and node.op == "call_function" and tensors_in(node.meta.get("val")):
+            lowered.call_function(observe, (new[node],))
     return lowered
 
 

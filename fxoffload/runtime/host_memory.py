@@ -33,6 +33,7 @@ class HostMemory:
         self.live_bytes: Counter[Tier] = Counter()
         self.peak_bytes: Counter[Tier] = Counter()
         self._pinned: list[Slab] = []
+        self._given: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
         self._disk = disk_slab(disk_dir, disk_bytes) if disk_bytes else None
 
     def empty_like(self, src: torch.Tensor, tier: Tier) -> torch.Tensor:
@@ -40,9 +41,14 @@ class HostMemory:
         n_bytes = extent_bytes(src)
         storage = self._take(tier, n_bytes)
         weakref.finalize(storage, self._ended, tier, n_bytes).atexit = False
+        self._given.add(storage)
         self.live_bytes[tier] += n_bytes
         self.peak_bytes[tier] = max(self.peak_bytes[tier], self.live_bytes[tier])
         return torch.empty(0, dtype=src.dtype).set_(storage, 0, src.shape, src.stride())  # type: ignore[call-overload]
+
+    def owns(self, tensor: torch.Tensor) -> bool:
+        """True when the tensor's bytes were given out here."""
+        return tensor.untyped_storage() in self._given
 
     def reserve_pinned(self, n_bytes: int) -> None:
         """Page-locks one slab large enough for `n_bytes` at once."""

@@ -1,0 +1,152 @@
+"""Batches of any shape up to the planned one run on few captures, equal to plain PyTorch and inside the budget."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from loops import assert_same
+from zoo import VOCAB, llama
+
+import fxoffload
+
+pytestmark = pytest.mark.integration
+LENGTHS = range(8, 48)
+LONGEST = max(LENGTHS)
+
+
+def batch_of(kind: str, length: int, rows: int, seed: int) -> dict[str, torch.Tensor]:
+    """A batch without padding, with padding on the right, or with several sequences packed into each row."""
+    ids = torch.randint(3, VOCAB, (rows, length), generator=torch.Generator().manual_seed(seed))
+    batch = {"input_ids": ids, "labels": ids.clone()}
+    if kind == "padded":
+        batch["attention_mask"] = torch.ones_like(ids)
+        batch["attention_mask"][0, length - 3:] = 0
+        batch["labels"][0, length - 3:] = -100
+    if kind == "packed":
+        cut = length // 2
+        batch["position_ids"] = torch.cat([torch.arange(cut), torch.arange(length - cut)]).expand(rows, -1).contiguous()
+    return batch
+
+
+def batches(n: int) -> Iterator[tuple[dict[str, torch.Tensor], bool]]:
+    """`n` batches of every length, the kinds alternating, and whether autocast is on; the last one is smaller."""
+    lengths = random.Random(0).choices(LENGTHS, k=n - len(LENGTHS)) + list(LENGTHS)
+    for i, length in enumerate(lengths):
+        rows = 3 if i < n - 1 else 2
+        yield batch_of(("plain", "padded", "packed")[i % 3], length, rows, seed=i), i % 8 >= 4
+
+
+def loss_of(model: Any, batch: dict[str, torch.Tensor], autocast: bool) -> float:
+    with torch.autocast("cpu", torch.bfloat16) if autocast else contextlib.nullcontext():
+        loss = model(**batch).loss
+    loss.backward()
+    return loss.item()
+
+
+def captures(model: Any) -> int:
+    return model.fxoffload.router.captures
+
+
+def test_two_hundred_batches_of_forty_lengths_need_at_most_four_captures_per_mode() -> None:
+    case = llama(use_cache=False)  # with a cache, transformers itself ignores packing
+    plain = copy.deepcopy(case.model)
+    model = fxoffload.compile(case.model, batch_of("padded", LONGEST, 3, 0), device="cpu", device_budget="1200KiB")
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.01) for m in (plain, model)]
+    for i, (batch, autocast) in enumerate(batches(200)):
+        assert loss_of(plain, batch, autocast) == loss_of(model, batch, autocast), (i, {k: v.shape for k, v in batch.items()})
+        if i % 10 == 9:
+            assert_same(plain, model)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    assert captures(model) <= 8
+    assert len(model.fxoffload.plan.graphs) <= 8
+    assert model.fxoffload.plan.predicted.device_peak_bytes <= 1200 * 1024
+
+    before = captures(model)
+    larger = batch_of("plain", LONGEST + 9, 3, 7)
+    assert loss_of(plain, larger, False) == loss_of(model, larger, False)
+    for length in (LONGEST + 5, 20):
+        batch = batch_of("plain", length, 3, 8)
+        assert loss_of(plain, batch, False) == loss_of(model, batch, False)
+    assert captures(model) == before + 1
+    with pytest.raises(fxoffload.PlanError, match="short"):
+        loss_of(model, batch_of("plain", 250, 16, 9), False)
+    assert loss_of(plain, larger, False) == loss_of(model, larger, False)
+    assert_same(plain, model)
+    model.fxoffload.close()
+
+
+def test_shapes_keep_to_the_budget_of_a_device_that_has_no_more(simulated_device: Any) -> None:
+    case = llama()
+    plain = copy.deepcopy(case.model)
+    budget = 1200 * 1024
+    simulated_device.set_capacity(budget)
+    model = fxoffload.compile(case.model, batch_of("padded", LONGEST, 3, 0), device="fxsim", device_budget=budget)
+    for i, (batch, _) in enumerate(batches(60)):
+        expected, out = plain(**batch), model(**batch)
+        expected.loss.backward(), out.loss.backward()
+        assert out.loss.item() == expected.loss.item()
+        if i == 20:
+            assert torch.equal(out.logits.cpu(), expected.logits)
+        del out, expected
+    assert_same(plain, model)
+    assert captures(model) <= 4
+    assert simulated_device.max_memory_allocated() <= model.fxoffload.plan.predicted.device_peak_bytes <= budget
+    model.fxoffload.close()
+    del model, batch
+    assert simulated_device.memory_allocated() == 0
+
+
+def test_max_shape_plans_for_more_than_the_sample() -> None:
+    case = llama(num_hidden_layers=1)
+    plain = copy.deepcopy(case.model)
+    model = fxoffload.compile(
+        case.model, batch_of("plain", 10, 2, 0), device="cpu", device_budget="1500KiB", max_shape={"batch": 4, "sequence": 40})
+    for rows, length in ((2, 10), (4, 40), (3, 17)):
+        batch = batch_of("plain", length, rows, length)
+        assert loss_of(plain, batch, False) == loss_of(model, batch, False)
+    assert captures(model) == 1
+    model.fxoffload.close()
+
+
+def test_equal_sizes_in_the_sample_do_not_tie_the_dimensions_together() -> None:
+    case = llama(num_hidden_layers=1)
+    plain = copy.deepcopy(case.model)
+    model = fxoffload.compile(case.model, batch_of("plain", 6, 6, 0), device="cpu", device_budget="1500KiB")
+    batch = batch_of("plain", 5, 3, 1)
+    assert loss_of(plain, batch, False) == loss_of(model, batch, False)
+    assert captures(model) == 1
+    model.fxoffload.close()
+
+
+def test_a_shape_the_plan_does_not_cover_is_refused_without_replan() -> None:
+    case = llama(num_hidden_layers=1)
+    options: dict[str, Any] = {"device": "cpu", "device_budget": "600KiB"}
+    model = fxoffload.compile(case.model, batch_of("plain", 16, 2, 0), **options)
+    plan = model.fxoffload.plan
+    model.fxoffload.close()
+    model = fxoffload.compile(model, batch_of("plain", 16, 2, 0), plan=plan, replan=False, **options)
+    loss_of(model, batch_of("plain", 12, 2, 0), False)
+    with pytest.raises(fxoffload.PlanError, match="replan=False"):
+        model(**batch_of("plain", 200, 8, 0))
+    loss_of(model, batch_of("plain", 12, 2, 0), False)
+    model.fxoffload.close()
+
+
+def test_more_recompiles_than_dynamo_allows_raise() -> None:
+    class Counting(torch.nn.Linear):
+        def forward(self, x: torch.Tensor, times: int = 1) -> torch.Tensor:
+            return super().forward(x) * times
+
+    model = fxoffload.compile(Counting(4, 4), torch.ones(2, 4), device="cpu", device_budget="1MiB")
+    with torch.no_grad(), pytest.raises(fxoffload.PlanError, match="(?s)one graph.*recompile_limit"):
+        for i in range(80):
+            assert model(torch.ones(2, 4), times=i) is not None
+    model.fxoffload.close()
