@@ -72,6 +72,7 @@ def compile(
     chosen = load_machine(machine) if machine is not None else default_machine(target.type)
     session = Session(model, options, chosen, known)
     try:
+        session.places.settle_constants()
         session.router.capture(args, kwargs)
         session.settle()
     except BaseException:

@@ -44,6 +44,7 @@ from .runtime.transfers import engine_for
 from .sizes import format_bytes, parse_bytes
 from .split import split
 from .torch_compat import aot_backend, backward_without_autocast, compile_id, graph_break, source_names
+from .workspace import Workspace
 
 log = logging.getLogger("fxoffload")
 
@@ -154,9 +155,10 @@ class _Step:
         return compile_eager(lowered, self.engine, finishes=False)
 
     def _lowered(self, graph: fx.Graph, kind: str) -> fx.Graph:
+        bounds = self._bounds(graph)
         context = Context(
-            bounds=self._bounds(graph), device_budget_bytes=self.options.device_budget_bytes, device=self.device,
-            swap_tier=Tier.PINNED if self.pinned else Tier.PAGEABLE,
+            bounds=bounds, device_budget_bytes=self.options.device_budget_bytes, device=self.device,
+            swap_tier=Tier.PINNED if self.pinned else Tier.PAGEABLE, workspace=Workspace(bounds, self.device.type),
         )
         graph = get_pass("canonicalize").run(graph, context)  # type: ignore[assignment]
         parameters = self._parameters(graph, context.bounds)

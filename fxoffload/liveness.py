@@ -7,7 +7,7 @@ is a new one. The unit of bytes is the Storage at the Bounds, so a plan made her
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from itertools import accumulate
@@ -235,8 +235,16 @@ class LiveCurve:
         return self.names[self.total_bytes.index(self.peak_bytes)] if self.names else ""
 
 
-def live_curve(live: Liveness, tier: Tier = Tier.DEVICE) -> LiveCurve:
-    """The LiveCurve of `tier`. A Storage ends at its release, or after its last use when nothing releases it."""
+def no_workspace(node: fx.Node) -> int:
+    """Ops need nothing for themselves: what counts when no device is known."""
+    return 0
+
+
+def live_curve(live: Liveness, tier: Tier = Tier.DEVICE, workspace: Callable[[fx.Node], int] = no_workspace) -> LiveCurve:
+    """The LiveCurve of `tier`. A Storage ends at its release, or after its last use when nothing releases it.
+
+    `workspace`: bytes a node needs for itself while it runs; they are of no Kind's column but OTHER's.
+    """
     released = {s: i for i, node in enumerate(live.nodes) for s in _of_effect(node, Free, live.of)}
     n = len(live.nodes)
     deltas = {kind: [0] * (n + 1) for kind in Kind}
@@ -246,5 +254,9 @@ def live_curve(live: Liveness, tier: Tier = Tier.DEVICE) -> LiveCurve:
         end = n if storage in live.escapes else released.get(storage, live.last[storage] + 1)
         deltas[storage.kind][first] += storage.n_bytes
         deltas[storage.kind][end] -= storage.n_bytes
+    for i, node in enumerate(live.nodes):
+        n_bytes = workspace(node) if tier is Tier.DEVICE else 0
+        deltas[Kind.OTHER][i] += n_bytes
+        deltas[Kind.OTHER][i + 1] -= n_bytes
     by_kind = {kind: tuple(accumulate(delta[:n])) for kind, delta in deltas.items()}
     return LiveCurve(tuple(map(name_of, live.nodes)), tuple(map(sum, zip(*by_kind.values()))), by_kind)

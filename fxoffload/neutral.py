@@ -63,8 +63,14 @@ def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask
         return _neutral_layout(out), lse, seed, offset
     empty, offset = _nothing(query)
     seed = ops.get_rng_state(query.device) if p > 0 else empty
+    return composed_attention(query, key, value, mask, p, causal, scale, gqa), empty, seed, offset
+
+
+def composed_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, p: float, causal: bool,
+                       scale: float | None, gqa: bool) -> torch.Tensor:
+    """Attention where no fused kernel is: several ops, with values of length x length between them."""
     out = F.scaled_dot_product_attention(query, key, value, mask, p, causal, scale=scale, enable_gqa=gqa)
-    return _neutral_layout(out), empty, seed, offset
+    return _neutral_layout(out)
 
 
 def _attention_backward(grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None,
@@ -94,13 +100,19 @@ def _by_autograd(grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, val
     now = ops.get_rng_state(query.device) if p > 0 else None
     if p > 0:
         ops.set_rng_state(seed, query.device)
-    with torch.enable_grad():
-        leaves = [t.detach().requires_grad_() for t in (query, key, value)]
-        out = F.scaled_dot_product_attention(*leaves, mask, p, causal, scale=scale, enable_gqa=gqa)
-        gradients = torch.autograd.grad(out, leaves, grad)
+    gradients = composed_attention_backward(grad, query, key, value, mask, p, causal, scale, gqa)
     if now is not None:
         ops.set_rng_state(now, query.device)
     return gradients
+
+
+def composed_attention_backward(grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None,
+                                p: float, causal: bool, scale: float | None, gqa: bool) -> Tensors:
+    """The gradients of `composed_attention`, by autograd."""
+    with torch.enable_grad():
+        leaves = [t.detach().requires_grad_() for t in (query, key, value)]
+        out = F.scaled_dot_product_attention(*leaves, mask, p, causal, scale=scale, enable_gqa=gqa)
+        return torch.autograd.grad(out, leaves, grad)
 
 
 def backend_of(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, p: float, causal: bool,
@@ -198,24 +210,30 @@ def _has_fused_dropout(device: torch.device) -> bool:
     return device.type not in ("cpu", "mps", "meta")
 
 
-def _dropout(src: torch.Tensor, p: float) -> Tensors:
+def dropout_kernel(src: torch.Tensor, p: float) -> Tensors:
+    """(result, mask of what is kept), drawn as eager draws on the device."""
     if _has_fused_dropout(src.device) and 0 < p < 1:
         return _aten.native_dropout(src, p, True)  # type: ignore[no-any-return]
-    noise = torch.empty_like(src).bernoulli_(1 - p)
-    noise.div_(1 - p)
-    return src * noise, noise
+    kept = torch.empty_like(src).bernoulli_(1 - p)
+    mask = kept.bool()
+    return src * kept.div_(1 - p), mask
 
 
-def _dropout_backward(grad: torch.Tensor, noise: torch.Tensor, p: float) -> torch.Tensor:
-    if noise.dtype == torch.bool:
-        return _aten.native_dropout_backward(grad, noise, 1.0 / (1.0 - p))  # type: ignore[no-any-return]
-    return grad * noise
+def dropout_backward_kernel(grad: torch.Tensor, mask: torch.Tensor, p: float) -> torch.Tensor:
+    """The gradient of `dropout_kernel`'s operand."""
+    if _has_fused_dropout(grad.device):
+        return _aten.native_dropout_backward(grad, mask, 1.0 / (1.0 - p))  # type: ignore[no-any-return]
+    return grad * mask.to(grad.dtype).div_(1 - p)
+
+
+def _fake_dropout(src: torch.Tensor, p: float) -> Tensors:
+    return torch.empty_like(src), torch.empty_like(src, dtype=torch.bool)
 
 
 dropout = _define(
-    "dropout(Tensor src, float p) -> (Tensor, Tensor)", _dropout, lambda src, p: (torch.empty_like(src), torch.empty_like(src)), _SEEDED)
+    "dropout(Tensor src, float p) -> (Tensor, Tensor)", dropout_kernel, _fake_dropout, _SEEDED)
 dropout_backward = _define(
-    "dropout_backward(Tensor grad, Tensor noise, float p) -> Tensor", _dropout_backward, lambda grad, noise, p: torch.empty_like(grad), _PLAIN)
+    "dropout_backward(Tensor grad, Tensor mask, float p) -> Tensor", dropout_backward_kernel, lambda grad, mask, p: torch.empty_like(grad), _PLAIN)
 
 
 def _dropout_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:

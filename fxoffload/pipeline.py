@@ -22,7 +22,7 @@ from . import text
 from .effects import Tier
 from .errors import VerifyError
 from .graph import Bounds, copy_graph
-from .liveness import LiveCurve
+from .liveness import LiveCurve, no_workspace
 from .machine import Machine
 from .plans import Decision, GraphPlan, Prediction
 from .sizes import format_bytes
@@ -46,7 +46,7 @@ class Context:
     recomputed_values: frozenset[str] = frozenset()
     swapped_values: frozenset[str] = frozenset()
     machine: Machine | None = None
-    workspace: Callable[[fx.Node], int] = lambda node: 0
+    workspace: Callable[[fx.Node], int] = no_workspace
     options: Mapping[str, Option] = field(default_factory=dict)
 
 
@@ -120,7 +120,7 @@ class Pipeline:
         ctx = ctx or Context(text.hint_bounds(graph))
         dump = _Dump(Path(dump_dir), ctx.bounds) if dump_dir is not None else None
         started = time.perf_counter()
-        curve = verify(graph, ctx.bounds)
+        curve = verify(graph, ctx.bounds, workspace=ctx.workspace)
         held = self._held_by(graph, ctx)
         self.check(held)
         if dump is not None:
@@ -246,7 +246,7 @@ def _order(passes: Sequence[Pass]) -> nx.DiGraph:
 
 def _checked(step: Pass, graph: fx.Graph, ctx: Context, held: frozenset[str]) -> LiveCurve:
     try:
-        curve = verify(graph, ctx.bounds, held, ctx.device_budget_bytes if "fits" in held else None)
+        curve = verify(graph, ctx.bounds, held, ctx.device_budget_bytes if "fits" in held else None, ctx.workspace)
     except VerifyError as error:
         raise VerifyError(f"after pass {step.name!r}: {error}") from error
     graph.lint()

@@ -42,6 +42,10 @@ class Places:
         moved = [_move(p, self.device if name in resident else HOST) for name, p in named_weights(self.model)]
         return any([*moved, *self._move_buffers(self.device)])
 
+    def settle_constants(self) -> None:
+        """Puts all buffers on the device: capture must see them where they will be."""
+        self._move_buffers(self.device)
+
     def house(self, homes: Mapping[str, Tier], memory: HostMemory) -> None:
         """Puts every named parameter's bytes into its host tier: page-locked slabs, the disk file, or where they are."""
         moves = {n: p for n, p in named_weights(self.model) if homes.get(n) is Tier.DISK or (homes.get(n) is Tier.PINNED and memory.pin)}
@@ -56,6 +60,8 @@ class Places:
         """Everything is on the host again, nothing in the disk file."""
         for parameter in self._on_disk:
             parameter.data = parameter.data.clone()
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad.clone()
         self._on_disk.clear()
         for _, weight in named_weights(self.model):
             _move(weight, HOST)

@@ -91,7 +91,7 @@ def solve(problem: Problem) -> Solution:
 
 
 # A trained parameter that resides keeps its gradient on the device when the caller accumulates, and has none there when he does not:
-# residents are limited to this share of the budget, so that the prediction stays within 5 % either way.
+# residents are limited to this share of all parameters and of the budget, so that the prediction stays within 5 % either way.
 _TRAINED_SHARE = 0.02
 
 
@@ -103,8 +103,8 @@ def _trained_residents(problem: Problem) -> Iterator[frozenset[str]]:
         return
     must = frozenset(trained) & problem.pinned_to_device
     budget = problem.context.device_budget_bytes
-    small = budget is None or sum(trained.values()) <= budget * _TRAINED_SHARE
-    if problem.trained_may_reside and small and trained:
+    limit = _TRAINED_SHARE * min(sum(p.n_bytes for p in problem.parameters.values()), budget or 1 << 62)
+    if problem.trained_may_reside and trained and sum(trained.values()) <= limit:
         yield (frozenset(trained) - problem.pinned_to_host) | must
     yield must
 
@@ -232,7 +232,7 @@ def _complete(problem: Problem, chosen: _Candidate) -> Solution:
     graph = apply(graph, context, _BEFORE_SWAPS)
     decisions = chosen.recomputed + decide("plan-swap", graph, context)
     lowered = apply(graph, replace(context, plan=_bare(decisions)), _AFTER_SWAPS)
-    simulation = simulate(lowered, context.bounds, problem.machine, chosen.outside_bytes)
+    simulation = simulate(lowered, context.bounds, problem.machine, chosen.outside_bytes, context.workspace)
     if budget is not None and simulation.device_peak_bytes > budget:
         over = simulation.device_peak_bytes - budget
         raise VerifyError(f"plan-swap: the lowered graph needs {over} bytes more than the scan said, at {simulation.peak_node}")

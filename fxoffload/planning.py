@@ -15,7 +15,7 @@ import torch
 import torch.fx as fx
 from torch import nn
 
-from . import text
+from . import ops, text
 from .effects import Tier
 from .errors import PlanError
 from .graph import Bounds, Role, border_of, copy_graph, info, output_of
@@ -25,10 +25,12 @@ from .pins import PARAMETER_PLACES, VALUE_PLACES, Pin, check_pins, pinned_names
 from .pipeline import Context, Pipeline, get_pass, pipeline_names
 from .planner import USER_SCALAR_BYTES, Parameter, Problem, Solution, outside_bytes, place_parameters, solve
 from .places import named_constants, named_weights
-from .plans import GraphPlan, Plan, Prediction, Reside
+from .plans import GraphPlan, Plan, Prediction, Reside, SwapOut
+from .runtime.host_memory import whole_pages
 from .simulate import simulate
 from .sizes import format_bytes
 from .split import split
+from .workspace import Workspace
 
 log = logging.getLogger("fxoffload")
 
@@ -50,7 +52,10 @@ class Budgets:
 
 @dataclass
 class Planning:
-    """`plan`: the Plan so far. `resident`: names of the parameters on the device, None until the first graph is planned."""
+    """`plan`: the Plan so far. `resident`: names of the parameters on the device, None until the first graph is planned.
+
+    `disk_file_bytes`: what the disk file must hold for every graph so far.
+    """
 
     model: nn.Module
     device: torch.device
@@ -66,13 +71,26 @@ class Planning:
     dump_dir: Path | None = None
     resident: frozenset[str] | None = None
     homes: dict[str, Tier] = field(default_factory=dict)
+    disk_file_bytes: int = 0
 
     def __post_init__(self) -> None:
         check_pins(self.pins, (name for name, _ in self.model.named_parameters()))
         self.homes = self._homes()
         if self.plan is not None:
+            self._check_residency(self.plan)
             self.resident = frozenset(r.value for r in self.plan.residency if r.tier is Tier.DEVICE)
             self.homes.update({r.value: r.tier for r in self.plan.residency if r.tier.on_host})
+
+    def _check_residency(self, plan: Plan) -> None:
+        """Raises PlanError when the plan is for another model, or keeps on the device what this device cannot hold."""
+        other = sorted({r.value for r in plan.residency} ^ set(self.homes))
+        if other:
+            raise PlanError(f"the plan is for another model: {len(other)} parameters are only in one of them, the first is {other[0]!r}")
+        stay = [r.value for r in plan.residency if r.tier is Tier.DEVICE]
+        if stay and not self.may_reside:
+            raise PlanError(
+                f"the plan keeps {len(stay)} parameters on the device, the first is {stay[0]!r}, and {self.device.type} cannot hold a "
+                'parameter that stays the same object; plan with pins=[fxoffload.pin("*", "host")]')
 
     # Lowering a captured graph ----------------------------------------------------------------------------------------
 
@@ -96,13 +114,16 @@ class Planning:
                 raise PlanError(f"at these sizes the plan needs {short} bytes more than device_budget, and replan=False", short)
             self._extend(graph, context, fingerprint)
             lowered = self._apply(graph, context, self.plan.graphs[fingerprint])
+        values = disk_values_bytes(lowered, context.bounds)
+        self.disk_file_bytes = max(self.disk_file_bytes, self.parameters_on_disk_bytes(self.resident or frozenset()) + values)
+        self._check_disk()
         return self.plan.graphs[fingerprint].label, lowered
 
     def _shortfall(self, graph: fx.Graph, lowered: fx.Graph, context: Context) -> int:
         """Device bytes a lowered graph needs above the budget: a plan made for smaller sizes may not fit at these."""
         problem = self._problem(graph, context)
         outside = problem.fixed_bytes + outside_bytes(problem, self.resident or frozenset())
-        return simulate(lowered, context.bounds, self.machine, outside).device_peak_bytes - self.budgets.device_bytes
+        return simulate(lowered, context.bounds, self.machine, outside, context.workspace).device_peak_bytes - self.budgets.device_bytes
 
     def _apply(self, graph: fx.Graph, context: Context, known: GraphPlan) -> fx.Graph:
         assert self.plan is not None
@@ -118,9 +139,12 @@ class Planning:
         return lowered
 
     def _context(self, graph: fx.Graph, maxima: Mapping[str, tuple[int, ...]]) -> Context:
+        bounds = bounds_of(graph, maxima)
+        # A plan made without the device speaks of the machine's.
+        device_type = self.device.type if self.device.type != "cpu" else self.machine.device_type
         return Context(
-            bounds=bounds_of(graph, maxima), device_budget_bytes=self.budgets.device_bytes, device=self.device,
-            swap_tier=self._host_tier(),
+            bounds=bounds, device_budget_bytes=self.budgets.device_bytes, device=self.device, swap_tier=self._host_tier(),
+            workspace=Workspace(bounds, device_type),
         )
 
     def _host_tier(self) -> Tier:
@@ -129,7 +153,7 @@ class Planning:
     # Making plans -----------------------------------------------------------------------------------------------------
 
     def _extend(self, graph: fx.Graph, context: Context, fingerprint: str) -> None:
-        solution = solve(self._problem(graph, pinned_values(self.pins, graph, context)))
+        solution = self._solved(graph, pinned_values(self.pins, graph, context))
         label = self._label(graph)
         graph_plan = GraphPlan(label, solution.decisions, saved_of(solution.lowered), self._prediction(solution))
         if self.plan is None:
@@ -160,36 +184,77 @@ class Planning:
         }
 
     def _homes(self) -> dict[str, Tier]:
-        """The host tier of every parameter: pins first, then the host budget, frozen and large ones to disk when it is short.
-
-        Raises PlanError naming the host bytes that are missing.
-        """
+        """The host tier of every parameter before any budget is looked at: the pinned one, else the machine's."""
         pinned = pinned_names(self.pins, (n for n, _ in named_weights(self.model)), ("pinned", "pageable", "disk"))
-        homes = {name: Tier(pinned[name]) if name in pinned else self._host_tier() for name, _ in named_weights(self.model)}
+        return {name: Tier(pinned[name]) if name in pinned else self._host_tier() for name, _ in named_weights(self.model)}
+
+    def _solved(self, graph: fx.Graph, context: Context) -> Solution:
+        """The Solution that fits the host budget too. What the host lacks goes to the disk: frozen parameters, then swapped
+        activations, then trained parameters with their gradients.
+
+        Raises PlanError naming the bytes that are missing.
+        """
+        solution = solve(self._problem(graph, context))
+        if self._host_short(solution) > 0:
+            self._move_to_disk(solution, context, trained=False)
+        if self._host_short(solution) > 0 and self._uses(solution, context.swap_tier):
+            context = replace(context, swap_tier=Tier.DISK)
+            on_disk = solve(self._problem(graph, context))
+            solution = on_disk if self._disk_short(on_disk, context) <= 0 else solution
+        while self._host_short(solution) > 0 and self._move_to_disk(solution, context, trained=True):
+            solution = solve(self._problem(graph, context))
+        self._check_host(solution)
+        return solution
+
+    def _host_short(self, solution: Solution) -> int:
         if self.budgets.host_bytes is None:
-            return homes
-        short = self._host_bytes(homes) - self.budgets.host_bytes
-        disk_left = self.budgets.disk_bytes - sum(p.nbytes for n, p in named_weights(self.model) if homes[n] is Tier.DISK)
-        for name, parameter in sorted(named_weights(self.model), key=lambda pair: (pair[1].requires_grad, -pair[1].nbytes, pair[0])):
-            if short <= 0:
-                break
-            if name in pinned or parameter.nbytes > disk_left:
-                continue
-            homes[name] = Tier.DISK
-            short, disk_left = short - parameter.nbytes, disk_left - parameter.nbytes
+            return 0
+        return self._prediction(solution).host_peak_bytes - self.budgets.host_bytes
+
+    def _disk_short(self, solution: Solution, context: Context) -> int:
+        used = self.parameters_on_disk_bytes(solution.resident) + disk_values_bytes(solution.lowered, context.bounds)
+        return used - self.budgets.disk_bytes
+
+    @staticmethod
+    def _uses(solution: Solution, tier: Tier) -> bool:
+        return any(isinstance(d, SwapOut) and d.tier is tier for d in solution.decisions)
+
+    def _move_to_disk(self, solution: Solution, context: Context, trained: bool) -> bool:
+        """Gives as many parameters as the host is short, the largest first, a home on disk. False when none could go."""
+        if self.plan is not None:
+            return False
+        fixed = pinned_names(self.pins, self.homes, ("pinned", "pageable", "disk"))
+        free = [p for p in self.parameters().values() if p.trainable == trained and p.home is not Tier.DISK]
+        free = [p for p in free if p.fqn not in solution.resident and p.fqn not in fixed]
+        short, left = self._host_short(solution), -self._disk_short(solution, context)
+        moved = False
+        for parameter in sorted(free, key=lambda p: (-p.n_bytes, p.fqn)):
+            # A trained parameter's gradients follow it: the new one, and one that is still being accumulated into.
+            needed = whole_pages(parameter.n_bytes) * (3 if trained else 1)
+            if short > 0 and needed <= left:
+                self.homes[parameter.fqn] = Tier.DISK
+                short, left, moved = short - parameter.n_bytes, left - needed, True
+        return moved
+
+    def _check_host(self, solution: Solution) -> None:
+        short, budget = self._host_short(solution), self.budgets.host_bytes
         if short > 0:
             raise PlanError(
-                f"host_budget of {self.budgets.host_bytes} bytes ({format_bytes(self.budgets.host_bytes)}) is {short} bytes short for "
-                f"parameters, gradients and optimizer states. A disk_budget that much larger (with disk_dir) would help.", short)
-        return homes
+                f"host_budget of {budget} bytes ({format_bytes(budget)}) is {short} bytes short for parameters, gradients, optimizer "
+                f"states and swapped activations, with disk_budget of {format_bytes(self.budgets.disk_bytes)} used as far as it goes. "
+                "The missing bytes, or a larger disk_budget (with disk_dir), would help.", short)
 
-    def _host_bytes(self, homes: Mapping[str, Tier]) -> int:
-        """Parameters off the disk, one gradient set and the optimizer's states."""
-        total = 0
-        for name, p in named_weights(self.model):
-            total += p.nbytes if homes[name] is not Tier.DISK else 0
-            total += p.nbytes * (1 + self.state_factor) if p.requires_grad else 0
-        return total
+    def _check_disk(self) -> None:
+        short = self.disk_file_bytes - self.budgets.disk_bytes
+        if short > 0:
+            raise PlanError(
+                f"disk_budget of {self.budgets.disk_bytes} bytes ({format_bytes(self.budgets.disk_bytes)}) is {short} bytes short for what "
+                "the plan has on disk.", short)
+
+    def parameters_on_disk_bytes(self, resident: frozenset[str]) -> int:
+        """Bytes that parameters take in the disk file."""
+        return sum(
+            whole_pages(p.n_bytes) for p in self.parameters().values() if p.home is Tier.DISK and p.fqn not in resident)
 
     def _label(self, graph: fx.Graph) -> str:
         kind = "train" if border_of(graph) is not None else "forward"
@@ -239,6 +304,19 @@ def bounds_of(graph: fx.Graph, maxima: Mapping[str, tuple[int, ...]]) -> Bounds:
                 symbol = str(size.node.expr)
                 found[symbol] = max(found.get(symbol, 0), known[i] if known is not None and i < len(known) else size.node.hint)
     return Bounds(found)
+
+
+def disk_values_bytes(lowered: fx.Graph, bounds: Bounds) -> int:
+    """Bytes of a disk file that never lacks room for what the graph sends there.
+
+    Each value has its place, each gradient two: the caller may keep the last one while the next is made.
+    """
+    total = 0
+    for node in lowered.find_nodes(op="call_function", target=ops.swap_out):
+        if node.args[2] == Tier.DISK.value:
+            n_bytes = whole_pages(bounds.bytes_of(node.meta["val"]))
+            total += n_bytes * (2 if info(node).name.endswith(".grad/out") else 1)
+    return total
 
 
 def saved_of(lowered: fx.Graph) -> tuple[str, ...]:

@@ -156,6 +156,8 @@ class Session:
     def _lower(self, graph: fx.Graph) -> fx.Graph:
         label, lowered = self.planning.lower(graph, self.router.maxima)
         self.graphs[label] = lowered
+        if self.places.settled:
+            self.memory.reserve_disk(self.planning.disk_file_bytes)
         return lowered
 
     @property
@@ -186,6 +188,7 @@ class Session:
         """Moves buffers and resident parameters to the device, all other parameters to their host tiers."""
         resident = self.planning.resident or frozenset()
         self.places.settle(resident)
+        self.memory.reserve_disk(self.planning.disk_file_bytes)
         self.places.house({n: t for n, t in self.planning.homes.items() if n not in resident}, self.memory)
 
     def close(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch.fx as fx
@@ -10,7 +11,7 @@ import torch.fx as fx
 from .cost import node_s
 from .effects import Channel, Tier
 from .graph import Bounds, name_of
-from .liveness import Kind, Storage, liveness
+from .liveness import Kind, Storage, liveness, no_workspace
 from . import ops
 from .machine import Machine
 
@@ -37,8 +38,11 @@ class Simulation:
 _COLUMNS = (Kind.PARAMETER, Kind.ACTIVATION, Kind.GRADIENT, Kind.OTHER)
 
 
-def simulate(graph: fx.Graph, bounds: Bounds, machine: Machine, outside_bytes: int = 0) -> Simulation:
-    """What `graph` needs and takes. A Storage lives from its producer to its release, or to its last use where it has none."""
+def simulate(graph: fx.Graph, bounds: Bounds, machine: Machine, outside_bytes: int = 0, workspace: Callable[[fx.Node], int] = no_workspace) -> Simulation:
+    """What `graph` needs and takes. A Storage lives from its producer to its release, or to its last use where it has none.
+
+    `workspace`: bytes a node needs for itself while it runs.
+    """
     live = liveness(graph, bounds)
     starts: list[list[Storage]] = [[] for _ in live.nodes]
     ends: list[list[Storage]] = [[] for _ in live.nodes]
@@ -52,7 +56,7 @@ def simulate(graph: fx.Graph, bounds: Bounds, machine: Machine, outside_bytes: i
         for storage in starts[i]:
             if not (storage.is_input and storage.tier.on_host):
                 now[storage.tier, storage.kind] += storage.n_bytes
-        row = tuple(now[Tier.DEVICE, kind] for kind in _COLUMNS)
+        row = tuple(now[Tier.DEVICE, kind] + (workspace(live.nodes[i]) if kind is Kind.OTHER else 0) for kind in _COLUMNS)
         curve.append(row)
         if sum(row) > peak:
             peak, peak_at = sum(row), i

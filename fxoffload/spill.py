@@ -18,7 +18,7 @@ import torch.fx as fx
 from . import ops
 from .effects import Tier
 from .graph import Bounds, output_of
-from .liveness import Liveness, Storage, is_view, liveness
+from .liveness import Liveness, Storage, is_view, liveness, no_workspace
 
 NEVER = 1 << 60
 
@@ -91,7 +91,7 @@ def is_event(node: fx.Node) -> bool:
     return not is_view(node) and node.target is not ops.release
 
 
-def events_of(graph: fx.Graph, live: Liveness, workspace: Callable[[fx.Node], int] = lambda node: 0) -> list[Event]:
+def events_of(graph: fx.Graph, live: Liveness, workspace: Callable[[fx.Node], int] = no_workspace) -> list[Event]:
     """The events of the graph, in order. The border reads the forward's outputs; the output node reads the gradients."""
     forward, gradients = output_of(graph).args[0]  # type: ignore[misc]
     events = []
@@ -236,7 +236,7 @@ class Schedule:
     fixed: frozenset[Storage]
 
     @staticmethod
-    def of(graph: fx.Graph, bounds: Bounds, workspace: Callable[[fx.Node], int] = lambda node: 0) -> Schedule:
+    def of(graph: fx.Graph, bounds: Bounds, workspace: Callable[[fx.Node], int] = no_workspace) -> Schedule:
         """The Schedule of `graph` at the bounds."""
         live = liveness(graph, bounds)
         fixed = frozenset(s for s in live.first if s.is_input and s.tier is Tier.DEVICE)

@@ -19,7 +19,7 @@ from . import ops, text
 from .effects import Alloc, Await, Borrow, Effect, Free, Read, Tier
 from .errors import VerifyError
 from .graph import Bounds, name_of, operands
-from .liveness import LiveCurve, Liveness, Storage, base_nodes, is_view, live_curve, liveness
+from .liveness import LiveCurve, Liveness, Storage, base_nodes, is_view, live_curve, liveness, no_workspace
 from .sizes import format_bytes
 
 
@@ -58,6 +58,7 @@ def verify(
     bounds: Bounds | None = None,
     facts: frozenset[str] = frozenset(),
     device_budget_bytes: int | None = None,
+    workspace: Callable[[fx.Node], int] = no_workspace,
 ) -> LiveCurve:
     """The device LiveCurve of a graph that keeps the rules of memory, the claimed facts and the budget.
 
@@ -68,7 +69,7 @@ def verify(
         raise ValueError(f"unknown fact {unknown[0]!r}; there are {', '.join(sorted(FACTS))}")
     _check_order(graph)
     live = liveness(graph, bounds)
-    checked = Checked(graph, live, live_curve(live), device_budget_bytes)
+    checked = Checked(graph, live, live_curve(live, workspace=workspace), device_budget_bytes)
     Machine(checked).run()
     if device_budget_bytes is not None:
         _check_fits(checked)

@@ -12,7 +12,7 @@ return from blocks of their own. A group never crosses a larger copy, which woul
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch.fx as fx
 
@@ -27,7 +27,7 @@ GROUP_BYTES = 16 << 20
 def run(graph: fx.Graph, ctx: Context) -> fx.Graph:
     """`graph` with the starts of small parameter copies next to each other where they fit. Option `bytes`: a group's size."""
     live = liveness(graph, ctx.bounds)
-    room = _Room(live)
+    room = _Room(live, ctx.workspace)
     limit = int(ctx.options.get("bytes", GROUP_BYTES))
     group: list[fx.Node] = []
     group_bytes = 0
@@ -52,8 +52,8 @@ def _parameter_copies(live: Liveness) -> Iterator[tuple[fx.Node, int]]:
 class _Room:
     """Device bytes alive at every node, and whether more fit below their peak."""
 
-    def __init__(self, live: Liveness) -> None:
-        self._alive = list(live_curve(live).total_bytes)
+    def __init__(self, live: Liveness, workspace: Callable[[fx.Node], int]) -> None:
+        self._alive = list(live_curve(live, workspace=workspace).total_bytes)
         self._peak = max(self._alive, default=0)
 
     def take(self, first: int, end: int, n_bytes: int) -> bool:

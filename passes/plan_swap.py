@@ -19,14 +19,16 @@ from fxoffload.plans import Decision, Gather, SwapIn, SwapOut
 from fxoffload.spill import Scan, Schedule, base_nodes, prefetched
 
 
-def decisions_of(live: Liveness, scan: Scan, tier: Tier, border: int) -> tuple[Decision, ...]:
-    """The scan's loads and spills as decisions by canonical name."""
+def decisions_of(live: Liveness, scan: Scan, tier: Tier, border: int, overlaps: bool = True) -> tuple[Decision, ...]:
+    """The scan's loads and spills as decisions by canonical name. Without overlap a copy to the host ends where it starts."""
     bases, nodes = base_nodes(live), live.nodes
     made: list[tuple[int, Decision]] = []
     for spill in scan.spills:
         base = bases[spill.storage]
         until = max(spill.until, live.index[base])
         after = max(spill.after, live.index[base])
+        if not overlaps:
+            until = after
         after = until if after < border <= until else after
         made.append((until, SwapOut(name_of(base), tier, name_of(nodes[after]), name_of(nodes[until]))))
     for load in scan.loads:
@@ -49,10 +51,11 @@ def run(graph: fx.Graph, ctx: Context) -> tuple[Decision, ...]:
         raise PlanError(
             f"{found.shortfall_bytes} bytes short at {name_of(live.nodes[found.worst])}", shortfall_bytes=found.shortfall_bytes
         )
-    if ctx.machine is not None and ctx.machine.overlaps:
+    overlaps = ctx.machine is None or ctx.machine.overlaps
+    if ctx.machine is not None and overlaps:
         found = _prefetched(schedule, found, ctx, ctx.machine)
     border = border_of(graph)
-    return decisions_of(live, found, ctx.swap_tier, live.index[border] if border is not None else -1)
+    return decisions_of(live, found, ctx.swap_tier, live.index[border] if border is not None else -1, overlaps)
 
 
 def _prefetched(schedule: Schedule, found: Scan, ctx: Context, machine: Machine) -> Scan:

@@ -19,7 +19,8 @@ DOCS = Path(__file__).parents[1] / "docs" / "plug_in.md"
 
 
 def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", DOCS.read_text(), re.DOTALL)
+    fenced = re.findall(r"^```(\w*)\n(.*?)^```", DOCS.read_text(), re.DOTALL | re.MULTILINE)
+    return [content for word, content in fenced if word == language]
 
 
 def run_example(index: int) -> dict[str, Any]:

@@ -48,7 +48,7 @@ class Look:
         if any(isinstance(a, torch.Tensor) for a in args[1:]):
             return Look(True, True)
         masks = [v for k, v in kwargs.items() if k.endswith("attention_mask") and isinstance(v, torch.Tensor)]
-        packed = not _would_cache(model, kwargs) and _is_packed(kwargs.get("position_ids"))
+        packed = _is_packed(kwargs.get("position_ids")) and not _would_cache(model, kwargs)
         return Look(not masks or not all(map(_is_full, masks)), packed)
 
     @contextmanager
@@ -100,7 +100,8 @@ def without_cache(out: Any) -> Any:
 def _would_cache(model: nn.Module, kwargs: Mapping[str, Any]) -> bool:
     if not _takes_use_cache(model) or kwargs.get("use_cache") is False:
         return False
-    return bool(model.config.use_cache) and not (model.training and getattr(model, "is_gradient_checkpointing", False))
+    checkpointing = model.training and any(getattr(m, "gradient_checkpointing", False) for m in model.modules())
+    return bool(getattr(model, "config").use_cache) and not checkpointing
 
 
 def _takes_use_cache(model: nn.Module) -> bool:

@@ -25,16 +25,19 @@ class HostMemory:
     """Gives out host tensors per tier and counts their live bytes; a tensor's bytes end when its storage dies.
 
     `pin`: the pinned tier is page-locked for the device (CUDA); elsewhere it is ordinary memory. Raises PlanError when a tier cannot
-    give what is asked.
+    give what is asked, ValueError for a disk tier without a folder.
     """
 
     def __init__(self, pin: bool = False, disk_dir: str | None = None, disk_bytes: int = 0) -> None:
+        if disk_bytes and disk_dir is None:
+            raise ValueError("disk_dir: a folder is needed with disk_budget")
         self.pin = pin
         self.live_bytes: Counter[Tier] = Counter()
         self.peak_bytes: Counter[Tier] = Counter()
         self._pinned: list[Slab] = []
         self._given: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
-        self._disk = disk_slab(disk_dir, disk_bytes) if disk_bytes else None
+        self._disk: list[Slab] = []
+        self._disk_dir, self._disk_limit = disk_dir, disk_bytes
 
     def empty_like(self, src: torch.Tensor, tier: Tier) -> torch.Tensor:
         """An uninitialized host tensor of `src`'s shape, stride and dtype in `tier`."""
@@ -55,25 +58,39 @@ class HostMemory:
         if self.pin and n_bytes:
             self._pinned.append(pinned_slab(n_bytes))
 
+    def reserve_disk(self, n_bytes: int) -> None:
+        """Preallocates what the disk tier lacks of `n_bytes`. Raises PlanError when the folder cannot hold it."""
+        missing = whole_pages(n_bytes) - sum(slab.n_bytes for slab in self._disk)
+        if missing > 0:
+            self._disk.append(disk_slab(self._disk_dir, missing))
+
     def close(self) -> None:
-        """Gives back the file and the page locks; tensors that still live keep their bytes."""
-        if self._disk is not None:
-            self._disk.close()
-        for slab in self._pinned:
+        """Gives back the files and the page locks; tensors that still live keep their bytes."""
+        for slab in [*self._disk, *self._pinned]:
             slab.close()
+        self._disk.clear()
         self._pinned.clear()
 
     def _take(self, tier: Tier, n_bytes: int) -> torch.UntypedStorage:
         if tier is Tier.DISK:
-            if self._disk is None:
-                raise PlanError("the plan uses the disk tier but there is no file; pass disk_budget= and disk_dir=")
-            storage = self._disk.take(n_bytes)
-            if storage is None:
-                raise PlanError(f"the disk file of {format_bytes(self._disk.n_bytes)} is full: {format_bytes(n_bytes)} more are needed")
-            return storage
+            return self._take_disk(n_bytes)
         if tier is Tier.PINNED and self.pin:
             return self._take_pinned(n_bytes)
         return torch.UntypedStorage(n_bytes)
+
+    def _take_disk(self, n_bytes: int) -> torch.UntypedStorage:
+        for slab in self._disk:
+            storage = slab.take(n_bytes)
+            if storage is not None:
+                return storage
+        # What is reserved has room for everything planned, but holes between what lives may all be too small.
+        held = sum(slab.n_bytes for slab in self._disk)
+        if held + whole_pages(n_bytes) > whole_pages(self._disk_limit):
+            raise PlanError(f"disk_budget of {format_bytes(self._disk_limit)} is used up: {format_bytes(n_bytes)} more are needed")
+        self.reserve_disk(held + n_bytes)
+        storage = self._disk[-1].take(n_bytes)
+        assert storage is not None
+        return storage
 
     def _take_pinned(self, n_bytes: int) -> torch.UntypedStorage:
         for slab in self._pinned:
@@ -100,7 +117,7 @@ class Slab:
 
     def take(self, n_bytes: int) -> torch.UntypedStorage | None:
         """A Storage over a free block of `n_bytes`, None when no block is large enough."""
-        size = _round_up(max(n_bytes, 1))
+        size = whole_pages(max(n_bytes, 1))
         for i, (offset, free) in enumerate(self._free):
             if free >= size:
                 self._free[i] = (offset + size, free - size)
@@ -129,7 +146,7 @@ def pinned_slab(n_bytes: int) -> Slab:
 
     Raises PlanError when the system refuses, with its memlock limit.
     """
-    region = mmap.mmap(-1, _round_up(n_bytes))
+    region = mmap.mmap(-1, whole_pages(n_bytes))
     address = torch.frombuffer(region, dtype=torch.uint8, count=1).data_ptr()
     runtime = torch.cuda.cudart()
     error = runtime.cudaHostRegister(address, len(region), 0)
@@ -145,8 +162,8 @@ def disk_slab(folder: str | None, n_bytes: int) -> Slab:
     path = Path(folder) / f"fxoffload-{os.getpid()}-{os.urandom(4).hex()}.swap"
     try:
         with open(path, "w+b") as file:
-            os.posix_fallocate(file.fileno(), 0, _round_up(n_bytes))
-            region = mmap.mmap(file.fileno(), _round_up(n_bytes))
+            os.posix_fallocate(file.fileno(), 0, whole_pages(n_bytes))
+            region = mmap.mmap(file.fileno(), whole_pages(n_bytes))
     except OSError as error:
         path.unlink(missing_ok=True)
         raise PlanError(f"disk_dir {folder}: cannot preallocate {format_bytes(n_bytes)}: {error.strerror}") from None
@@ -165,8 +182,9 @@ def extent_bytes(src: torch.Tensor) -> int:
 
 def slab_bytes(src: torch.Tensor) -> int:
     """Bytes that a block for `src` takes in a slab: whole pages."""
-    return _round_up(max(extent_bytes(src), 1))
+    return whole_pages(max(extent_bytes(src), 1))
 
 
-def _round_up(n_bytes: int) -> int:
+def whole_pages(n_bytes: int) -> int:
+    """Bytes that a block of `n_bytes` takes in a slab."""
     return -(-n_bytes // ALIGNMENT) * ALIGNMENT

@@ -1,0 +1,190 @@
+"""Workspace: device bytes an op needs for itself while it runs, beyond its operands and results.
+
+Only ops that PyTorch composes of others inside one call have any that a graph does not show. Our neutral attention and dropout are
+run on fake tensors under a mode that counts live bytes; the few ATen ops have a formula each, seen on the simulated device
+(torch 2.11 and 2.13). What a vendor's library takes beside that is the Machine's `overhead_bytes`.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from . import neutral
+from .graph import Bounds
+from .torch_compat import without_modes
+
+_aten = torch.ops.aten
+
+
+class Workspace:
+    """A function of a node: its workspace in bytes at `bounds` on a device type. Remembers what it has computed."""
+
+    def __init__(self, bounds: Bounds, device_type: str) -> None:
+        self.bounds, self.device_type = bounds, device_type
+        self._known: dict[object, int] = {}
+
+    def __call__(self, node: fx.Node) -> int:
+        if node.op != "call_function":
+            return 0
+        formula, kernel = _FORMULAS.get(node.target), _KERNELS.get(node.target)
+        if formula is None and kernel is None:
+            return 0
+        args = tree_map(self._concrete, tuple(node.args), is_leaf=lambda value: isinstance(value, fx.Node))
+        key = (node.target, str([_described(a) for a in tree_leaves(args, is_leaf=lambda a: a is None)]))
+        if key not in self._known:
+            self._known[key] = formula(*args) if formula is not None else self._composed(node.target, kernel, args)  # type: ignore[arg-type]
+        return self._known[key]
+
+    def _concrete(self, value: object) -> object:
+        """Operands as meta tensors of their largest size, symbols as numbers."""
+        value = value.meta.get("val") if isinstance(value, fx.Node) else value
+        if isinstance(value, torch.Tensor):
+            shape, stride = [self.bounds.of(n) for n in value.shape], [self.bounds.of(n) for n in value.stride()]
+            with without_modes():
+                return torch.empty_strided(shape, stride, dtype=value.dtype, device="meta")
+        if isinstance(value, torch.SymInt):
+            return self.bounds.of(value)
+        return value
+
+    def _composed(self, target: object, kernel: Callable[..., Any], args: tuple[Any, ...]) -> int:
+        if target not in _DROPOUTS and _has_attention_kernel(self.device_type, args):
+            return _bias_bytes(args)
+        with without_modes(), FakeTensorMode(), LiveBytes() as live:
+            operands = tree_map(self._fake, args)
+            live.restart()
+            results = kernel(*operands)
+            workspace = live.peak_bytes - live.now_bytes
+            del results
+        return workspace
+
+    def _fake(self, value: object) -> object:
+        if not isinstance(value, torch.Tensor):
+            return value
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=self.device_type)
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of storages that ops make, until their last tensor is gone; inner workspaces by formula."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now_bytes = self.peak_bytes = 0
+        self._n_bytes: dict[weakref.ref[torch.UntypedStorage], int] = {}
+
+    def restart(self) -> None:
+        """Counts from here on."""
+        self._n_bytes.clear()
+        self.now_bytes = self.peak_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        operands = {weakref.ref(t.untyped_storage()) for t in _tensors((args, kwargs))}
+        result = func(*args, **(kwargs or {}))
+        for tensor in _tensors(result):
+            key = weakref.ref(tensor.untyped_storage(), self._forget)
+            if key not in operands and key not in self._n_bytes:
+                self._n_bytes[key] = tensor.untyped_storage().nbytes()
+                self.now_bytes += self._n_bytes[key]
+        formula = _FORMULAS.get(func)
+        self.peak_bytes = max(self.peak_bytes, self.now_bytes + (formula(*args) if formula is not None else 0))
+        return result
+
+    def _forget(self, key: weakref.ref[torch.UntypedStorage]) -> None:
+        self.now_bytes -= self._n_bytes.pop(key, 0)
+
+
+def _tensors(value: object) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def _described(value: object) -> object:
+    return (tuple(value.shape), value.stride(), value.dtype) if isinstance(value, torch.Tensor) else value
+
+
+# Attention ------------------------------------------------------------------------------------------------------------
+
+
+def _has_attention_kernel(device_type: str, args: tuple[Any, ...]) -> bool:
+    """True where eager dispatches one fused kernel; the CPU's has no dropout."""
+    if device_type == "cpu":
+        return not any(isinstance(a, float) and a > 0 for a in args[:_dropout_position(args)])
+    return device_type == "cuda"
+
+
+def _dropout_position(args: tuple[Any, ...]) -> int:
+    """One past the dropout probability: the first number among the arguments."""
+    return next(i for i, a in enumerate(args) if isinstance(a, float)) + 1
+
+
+def _bias_bytes(args: tuple[Any, ...]) -> int:
+    """A fused kernel gets a boolean mask as an additive one, made through its negation."""
+    query = next(a for a in args if isinstance(a, torch.Tensor))
+    masks = [a for a in args if isinstance(a, torch.Tensor) and a.dtype == torch.bool]
+    return sum(m.numel() * (query.element_size() + 1) for m in masks)
+
+
+def _attention_backward(grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None,
+                        *saved_and_options: Any) -> tuple[torch.Tensor, ...]:
+    return neutral.composed_attention_backward(grad, query, key, value, mask, *saved_and_options[4:])
+
+
+_DROPOUTS = frozenset({neutral.dropout, neutral.dropout_backward})
+_KERNELS: Mapping[object, Callable[..., Any]] = {
+    neutral.attention: neutral.composed_attention,
+    neutral.attention_dropout: neutral.composed_attention,
+    neutral.attention_backward: _attention_backward,
+    neutral.dropout: neutral.dropout_kernel,
+    neutral.dropout_backward: neutral.dropout_backward_kernel,
+}
+
+
+# ATen -----------------------------------------------------------------------------------------------------------------
+
+
+def _safe_softmax(src: torch.Tensor, dim: int, *_: object) -> int:
+    """Which elements are -inf, which rows are, and a zero."""
+    return src.numel() + src.numel() // max(src.shape[dim], 1) + src.element_size()
+
+
+def _logsumexp(src: torch.Tensor, dim: list[int], *_: object) -> int:
+    return src.nbytes + src.nbytes // max(math.prod(src.shape[d] for d in dim), 1)
+
+
+def _embedding(weight: torch.Tensor, indices: torch.Tensor, *_: object) -> int:
+    return 0 if indices.is_contiguous() else indices.numel() * indices.element_size()
+
+
+def _index(src: torch.Tensor, indices: list[torch.Tensor | None]) -> int:
+    """The places of a boolean mask's elements, one number per dimension."""
+    return sum(i.numel() * i.ndim * 8 for i in indices if i is not None and i.dtype in (torch.bool, torch.uint8))
+
+
+def _cross_entropy(src: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None = None, *_: object) -> int:
+    return 2 * src.numel() * src.element_size() + (weight.numel() + 1 if weight is not None else 0) * src.element_size()
+
+
+def _convolution(src: torch.Tensor, weight: torch.Tensor, *_: object) -> int:
+    """Contiguous copies; two-dimensional images may have their channels last."""
+    return sum(t.numel() * t.element_size() for t in (src, weight) if not (t.is_contiguous() or _is_channels_last(t)))
+
+
+def _is_channels_last(tensor: torch.Tensor) -> bool:
+    return tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
+
+
+_FORMULAS: Mapping[object, Callable[..., int]] = {
+    _aten._safe_softmax.default: _safe_softmax,
+    _aten.logsumexp.default: _logsumexp,
+    _aten.embedding.default: _embedding,
+    _aten.index.Tensor: _index,
+    _aten.binary_cross_entropy_with_logits.default: _cross_entropy,
+    _aten.convolution.default: _convolution,
+}
