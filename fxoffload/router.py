@@ -22,7 +22,7 @@ from .errors import PlanError
 from .integrations import transformers
 from .outputs import detached, has_shadows, only_loss, with_lazy_outputs
 from .swapped import plain_forward
-from .torch_compat import CAPTURE_FAILURES, CompiledStep, capture_config, inner_error, mark_dynamic
+from .torch_compat import CAPTURE_FAILURES, CompiledStep, capture_config, failure_text, inner_error, mark_dynamic
 
 if TYPE_CHECKING:
     from .session import Session
@@ -182,7 +182,7 @@ class Router:
             return inner
         if self.session.structure_changed():
             return Recapture()
-        return PlanError(f"the model cannot be captured as one graph: {_hint(self.session.model)}{error}")
+        return PlanError(f"the model cannot be captured as one graph: {_hint(self.session.model)}{failure_text(error)}")
 
     def _generation(self, call: Call) -> Generation:
         for generation in self.generations:

@@ -102,6 +102,12 @@ def inner_error(error: Exception) -> Exception | None:
     return error.inner_exception if isinstance(error, torch._dynamo.exc.BackendCompilerFailed) else None
 
 
+def failure_text(error: Exception) -> str:
+    """Dynamo's own words; of a hit recompile limit, those that say which."""
+    limit_hit = isinstance(error, torch._dynamo.exc.FailOnRecompileLimitHit) and error.__cause__ is not None
+    return str(error.__cause__ if limit_hit else error)
+
+
 class WeakBackend:
     """A bound method as Dynamo's backend without keeping its object alive: Dynamo remembers every backend it has seen."""
 

@@ -428,7 +428,7 @@ def test_close_gives_the_plain_model_back_and_may_be_called_twice() -> None:
 
 class Small(nn.Sequential):
     def __init__(self) -> None:
-        super().__init__(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4))
+        super().__init__(nn.Linear(16, 4), nn.Tanh())
 
 
 def test_twenty_cycles_leave_no_memory_threads_files_or_sessions(tmp_path: Any) -> None:

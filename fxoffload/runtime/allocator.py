@@ -55,7 +55,7 @@ class StorageMeter:
         """Bytes alive now."""
         return self._meter.current_bytes
 
-    def observe(self, value: Any) -> None:
+    def observe(self, value: Any, *_operands: Any) -> None:
         """Counts the storages of an operator's result from now on, host memory apart."""
         if isinstance(value, torch.Tensor):
             if not self._memory.owns(value):

@@ -21,11 +21,11 @@ Boxed = Callable[[list[object]], Sequence[object]]
 
 
 def compile_eager(
-    graph: fx.Graph, engine: SynchronousEngine | StreamEngine, finishes: bool, observe: Callable[[object], None] | None = None
+    graph: fx.Graph, engine: SynchronousEngine | StreamEngine, finishes: bool, observe: Callable[..., None] | None = None
 ) -> Boxed:
     """A function of one list (which it empties) that runs `graph`.
 
-    `finishes`: host results are readable when it returns. `observe`: is called with every operator's result, at its place.
+    `finishes`: host results are readable when it returns. `observe` is called with every operator's result and, to keep them, operands.
     """
     lowered = _lower(graph, engine, observe)
     lowered.set_codegen(boxed_codegen())
@@ -48,7 +48,7 @@ def boxed(run: Boxed) -> Boxed:
     return run
 
 
-def _lower(graph: fx.Graph, engine: SynchronousEngine | StreamEngine, observe: Callable[[object], None] | None) -> fx.Graph:
+def _lower(graph: fx.Graph, engine: SynchronousEngine | StreamEngine, observe: Callable[..., None] | None) -> fx.Graph:
     lowered = fx.Graph()
     new: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
@@ -61,7 +61,8 @@ def _lower(graph: fx.Graph, engine: SynchronousEngine | StreamEngine, observe: C
         new[node].meta = {}
         _bind(new[node], engine)
         if observe is not None and node.op == "call_function" and tensors_in(node.meta.get("val")):
-            lowered.call_function(observe, (new[node],))
+            # The operands too: they must live until their operator's result is counted, as they do while it runs.
+            lowered.call_function(observe, (new[node], *(new[o] for o in node.all_input_nodes if isinstance(o.meta.get("val"), torch.Tensor))))
     return lowered
 
 

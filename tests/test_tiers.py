@@ -1,0 +1,254 @@
+"""Host tiers hold the bytes, the disk is a real file, host budgets are kept, and plans replay."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from loops import assert_same, train
+from torch import nn
+from zoo import Case, llama, lora, tokens
+
+import fxoffload
+from fxoffload import text
+from fxoffload.effects import Tier
+from fxoffload.testing.simulated_device import SimulatedDevice
+
+pytestmark = pytest.mark.integration
+BATCHES = [tokens(seed=i) for i in range(3)]
+# Streams parameters and recomputes; the LoRA model swaps activations as well.
+DEVICE = {"llama": "600KiB", "lora": "450KiB"}
+
+
+def compiled(case: Case, device_budget: int | str, **options: Any) -> Any:
+    return fxoffload.compile(case.model, case.batch, **{"device": "cpu", "device_budget": device_budget, **options})
+
+
+def on_disk(model: Any, folder: Path) -> dict[str, bool]:
+    """Which parameters' bytes are found in the swap files of `folder`."""
+    held = b"".join(file.read_bytes() for file in sorted(folder.glob("*.swap")))
+    return {name: p.detach().view(torch.uint8).numpy().tobytes() in held for name, p in model.named_parameters()}
+
+
+def needed_host_bytes(case: Case, device_budget: str) -> int:
+    """The least host_budget with unlimited disk: what a refusal says."""
+    with pytest.raises(fxoffload.PlanError, match="host_budget of 1 bytes") as refused:
+        compiled(case, device_budget, host_budget=1, disk_budget="1GiB", disk_dir="/tmp")
+    assert refused.value.shortfall_bytes is not None
+    return 1 + refused.value.shortfall_bytes
+
+
+@pytest.mark.parametrize(("family", "make"), [("lora", lora), ("llama", llama)])
+def test_a_short_host_budget_puts_parameters_into_a_real_file_and_training_stays_bit_equal(family: str, make: Any, tmp_path: Path) -> None:
+    case = make()
+    plain = copy.deepcopy(case.model)
+    budget = needed_host_bytes(make(), DEVICE[family])
+    model = compiled(case, DEVICE[family], host_budget=budget, disk_budget="8MiB", disk_dir=tmp_path)
+    housed = {r.value for r in model.fxoffload.plan.residency if r.tier is Tier.DISK}
+    (file,) = tmp_path.iterdir()
+    assert file.stat().st_blocks * 512 >= file.stat().st_size > 0, "preallocated, not sparse"
+    assert str(file) in Path("/proc/self/maps").read_text()
+    assert housed and {name for name, found in on_disk(model, tmp_path).items() if found} >= housed
+    assert train(model, BATCHES) == train(plain, BATCHES)
+    # The optimizer has written through the mapping.
+    assert {name for name, found in on_disk(model, tmp_path).items() if found} >= housed
+    model.fxoffload.close()
+    assert_same(plain, model)
+    assert not list(tmp_path.iterdir())
+    gc.collect()
+    assert str(tmp_path) not in Path("/proc/self/maps").read_text(), "nothing lies in the file any more, gradients included"
+    assert train(model, BATCHES) == train(plain, BATCHES)
+
+
+def test_frozen_parameters_go_first_then_swapped_activations(tmp_path: Path) -> None:
+    """Between all on the host and all on disk there are budgets that move frozen bytes only, then swapped bytes too."""
+    free = compiled(lora(), DEVICE["lora"])
+    all_of = free.fxoffload.plan
+    free.fxoffload.close()
+    frozen = sum(r.n_bytes for r in all_of.residency if r.tier.on_host and "lora" not in r.value)
+    tiers = []
+    for budget in (all_of.predicted.host_peak_bytes, all_of.predicted.host_peak_bytes - frozen, all_of.predicted.host_peak_bytes - frozen - 1):
+        model = compiled(lora(), DEVICE["lora"], host_budget=budget, disk_budget="8MiB", disk_dir=tmp_path)
+        plan = model.fxoffload.plan
+        assert plan.predicted.host_peak_bytes <= budget
+        swaps = {d.tier for d in plan.decisions if isinstance(d, fxoffload.plans.SwapOut)}
+        tiers.append((any(r.tier is Tier.DISK for r in plan.residency), Tier.DISK in swaps))
+        model.fxoffload.close()
+    assert tiers == [(False, False), (True, False), (True, True)]
+
+
+def test_swapped_activations_on_disk_are_bit_equal(tmp_path: Path) -> None:
+    case = lora()
+    plain = copy.deepcopy(case.model)
+    budget = needed_host_bytes(lora(), DEVICE["lora"])
+    model = compiled(case, DEVICE["lora"], host_budget=budget, disk_budget="8MiB", disk_dir=tmp_path)
+    parameters = model.fxoffload.memory.live_bytes[Tier.DISK]
+    assert train(model, BATCHES) == train(plain, BATCHES)
+    assert model.fxoffload.memory.peak_bytes[Tier.DISK] > parameters
+    assert model.fxoffload.memory.peak_bytes[Tier.DISK] <= model.fxoffload.plan.predicted.disk_bytes
+    model.fxoffload.close()
+    assert_same(plain, model)
+
+
+def test_gradients_accumulate_in_the_file(tmp_path: Path) -> None:
+    case = llama()
+    plain = copy.deepcopy(case.model)
+    pins = [fxoffload.pin("*", "disk")]
+    model = compiled(case, DEVICE["llama"], pins=pins, disk_budget="8MiB", disk_dir=tmp_path)
+    for one in (plain, model):
+        for batch in BATCHES:
+            one(**batch).loss.backward()
+    assert all(model.fxoffload.memory.owns(p.grad) for p in model.parameters())
+    assert_same(plain, model)
+    model.fxoffload.close()
+    assert_same(plain, model)
+
+
+def test_twenty_compiles_leave_files_descriptors_and_mappings_as_they_were(tmp_path: Path) -> None:
+    process, counts = psutil.Process(), []
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
+    for _ in range(20):
+        model = fxoffload.compile(
+            layers, torch.zeros(4, 64), device="cpu", device_budget="1MiB", pins=[fxoffload.pin("*", "disk")], disk_budget="1MiB",
+            disk_dir=tmp_path)
+        model(torch.ones(4, 64)).sum().backward()
+        assert len(list(tmp_path.iterdir())) == 1
+        model.fxoffload.close()
+        model.zero_grad()
+        gc.collect()
+        counts.append((process.num_fds(), len(list(tmp_path.iterdir())), process.num_threads()))
+    assert counts[2:] == counts[2:3] * 18
+    assert counts[-1][1] == 0
+
+
+@pytest.fixture
+def mounted(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
+    """A small file system of its own; `param` are its mount options."""
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", request.param, "tmpfs", str(tmp_path)], capture_output=True, check=False)
+    if done.returncode != 0:
+        pytest.skip("only root may mount a file system")
+    yield tmp_path
+    subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+@pytest.mark.parametrize(("mounted", "message"), [("size=64k", "No space left on device"), ("ro", "Read-only file system")], indirect=["mounted"])
+def test_a_full_or_read_only_disk_is_one_clear_error_and_leaves_nothing(mounted: Path, message: str) -> None:
+    case = llama()
+    state = copy.deepcopy(case.model.state_dict())
+    with pytest.raises(fxoffload.PlanError, match=f"{mounted}.*{message}"):
+        compiled(case, DEVICE["llama"], pins=[fxoffload.pin("*", "disk")], disk_budget="8MiB", disk_dir=mounted)
+    assert not list(mounted.iterdir())
+    assert type(case.model) is type(llama().model)
+    assert all(torch.equal(state[n], p) for n, p in case.model.state_dict().items())
+
+
+def test_a_disk_budget_that_is_too_small_says_so_and_its_shortfall_is_true(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"pins": [fxoffload.pin("*", "disk")], "disk_dir": tmp_path}
+    with pytest.raises(fxoffload.PlanError, match="disk_budget of 1000 bytes") as refused:
+        compiled(llama(), DEVICE["llama"], disk_budget=1000, **options)
+    assert not list(tmp_path.iterdir())
+    model = compiled(llama(), DEVICE["llama"], disk_budget=1000 + refused.value.shortfall_bytes, **options)
+    train(model, BATCHES)
+    model.fxoffload.close()
+
+
+@pytest.mark.parametrize(("family", "make"), [("lora", lora), ("llama", llama)])
+def test_an_impossible_host_budget_names_its_true_shortfall(family: str, make: Any) -> None:
+    with pytest.raises(fxoffload.PlanError, match="host_budget of 50000 bytes") as refused:
+        compiled(make(), DEVICE[family], host_budget=50_000)
+    needed = 50_000 + refused.value.shortfall_bytes
+    with pytest.raises(fxoffload.PlanError, match="1 bytes short"):
+        compiled(make(), DEVICE[family], host_budget=needed - 1)
+    model = compiled(make(), DEVICE[family], host_budget=needed)
+    train(model, BATCHES)
+    model.fxoffload.close()
+
+
+@pytest.mark.parametrize(("family", "make"), [("lora", lora), ("llama", llama)])
+def test_the_host_peak_is_predicted_and_at_most_5_percent_above_what_lies_there(family: str, make: Any) -> None:
+    model = compiled(make(), DEVICE[family])
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    for batch in BATCHES:
+        optimizer.zero_grad()
+        model(**batch).loss.backward()
+        optimizer.step()
+    session = model.fxoffload
+    resident = {r.value for r in session.plan.residency if r.tier is Tier.DEVICE}
+    off = [p for n, p in model.named_parameters() if n not in resident]
+    states = sum(v.nbytes for p in off for v in optimizer.state[p].values() if v.ndim)
+    # What the graphs put on the host, gradients among it, is counted by the allocator of the tiers.
+    measured = sum(p.nbytes for p in off) + states + sum(session.memory.peak_bytes.values())
+    predicted = session.plan.predicted.host_peak_bytes
+    session.close()
+    assert measured <= predicted <= 1.05 * measured
+
+
+def rendered(model: Any) -> dict[str, str]:
+    return {label: text.render(graph) for label, graph in model.fxoffload.graphs.items()}
+
+
+def test_a_plan_saves_loads_diffs_and_replays_identically(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    first = compiled(lora(), DEVICE["lora"])
+    losses, graphs, plan = train(first, BATCHES), rendered(first), first.fxoffload.plan
+    plan.save(path)
+    first.fxoffload.close()
+    assert fxoffload.Plan.load(path) == plan and fxoffload.Plan.load(path).diff(plan) == ""
+    again = compiled(lora(), DEVICE["lora"], plan=path, replan=False)
+    assert train(again, BATCHES) == losses
+    assert rendered(again) == graphs and again.fxoffload.plan == plan
+    again.fxoffload.close()
+    other = compiled(lora(), "500KiB")
+    assert "device_budget_bytes" in plan.diff(other.fxoffload.plan)
+    other.fxoffload.close()
+
+
+SPEC = {"input_ids": ((2, 32), "int64"), "labels": ((2, 32), "int64")}
+ON_HOST = [fxoffload.pin("*", "host")]
+
+
+@pytest.mark.parametrize("device", ["cpu", "fxsim"])
+def test_a_plan_made_without_weights_replays_on_the_real_model(device: str, tmp_path: Path, simulated_device: SimulatedDevice) -> None:
+    config = llama().model.config
+    before = copy.deepcopy(config.to_dict())
+    plan = fxoffload.plan(config, SPEC, device_budget=DEVICE["llama"], machine="cpu", pins=ON_HOST)
+    plan.save(tmp_path / "plan.json")
+    assert config.to_dict() == before
+    case = llama()
+    plain = copy.deepcopy(case.model)
+    model = compiled(case, DEVICE["llama"], device=device, plan=tmp_path / "plan.json", replan=False)
+    losses = train(model, BATCHES)
+    assert model.fxoffload.plan == plan
+    model.fxoffload.close()
+    if device == "cpu":
+        assert losses == train(plain, BATCHES)
+        assert_same(plain, model)
+
+
+def test_a_plan_with_residents_is_refused_where_the_device_cannot_hold_them(simulated_device: SimulatedDevice) -> None:
+    plan = fxoffload.plan(lora().model, lora().batch, device_budget="700KiB", machine="cpu")
+    assert any(r.tier is Tier.DEVICE for r in plan.residency)
+    with pytest.raises(fxoffload.PlanError, match="fxsim cannot hold"):
+        compiled(lora(), "700KiB", device="fxsim", plan=plan)
+
+
+def test_a_plan_for_another_graph_or_model_is_refused() -> None:
+    case = llama()
+    model = compiled(case, DEVICE["llama"])
+    plan = model.fxoffload.plan
+    model.fxoffload.close()
+    with pytest.raises(fxoffload.PlanError, match="another model.*lora"):
+        compiled(lora(), DEVICE["lora"], plan=plan)
+    with pytest.raises(fxoffload.PlanError, match="does not cover this graph"):
+        other = Case(case.model, {**case.batch, "attention_mask": torch.tril(torch.ones(2, 32, dtype=torch.long))})
+        compiled(other, DEVICE["llama"], plan=plan, replan=False)
+    with pytest.raises(fxoffload.PlanError, match="bytes more than device_budget, and replan=False"):
+        compiled(llama(), "560KiB", plan=plan, replan=False)
