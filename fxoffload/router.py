@@ -292,7 +292,7 @@ def _learn(maxima: dict[str, Shape], batch: list[tuple[str, torch.Tensor]], decl
     for name, tensor in batch:
         if name in maxima and _within(tensor.shape, maxima[name]):
             continue
-        before = maxima[name] if len(maxima.get(name, ())) == tensor.ndim else (0,) * tensor.ndim
+        before = maxima[name] if name in maxima and len(maxima[name]) == tensor.ndim else (0,) * tensor.ndim
         maxima[name] = tuple(
             max(n, before[i], declared.get(DIMENSIONS[i], 0) if i < len(DIMENSIONS) and i in dynamic_dims(name, tensor) else 0,
                 *(m[i] for shape, m in known if i < len(shape) and shape[i] == n))

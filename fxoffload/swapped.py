@@ -117,7 +117,9 @@ def _parameter_property(name: str) -> property:
 def _routed(cls: type[nn.Module]) -> Callable[..., Any]:
     @functools.wraps(cls.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        home = self.__dict__[HOME]
+        home = self.__dict__.get(HOME)
+        if home is None:  # a client kept this function beyond close(), as Accelerate does on the instance
+            return cls.forward(self, *args, **kwargs)
         if not home.active:
             return _call(home.session.router.call, args, kwargs)
         return cls.forward(self, *args, **kwargs) if home.forward is None else home.forward(*args, **kwargs)
@@ -131,8 +133,8 @@ def _entering(cls: type[nn.Module]) -> Callable[..., Any]:
 
     @functools.wraps(cls.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        home = self.__dict__[HOME]
-        if home.active:
+        home = self.__dict__.get(HOME)
+        if home is None or home.active:
             return cls.forward(self, *args, **kwargs)
         return _call(home.session.router.free_form, (self, args, kwargs), {})
 

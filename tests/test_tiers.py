@@ -245,7 +245,7 @@ def test_a_plan_for_another_graph_or_model_is_refused() -> None:
     model = compiled(case, DEVICE["llama"])
     plan = model.fxoffload.plan
     model.fxoffload.close()
-    with pytest.raises(fxoffload.PlanError, match="another model.*lora"):
+    with pytest.raises(fxoffload.PlanError, match="another model.*base_model"):
         compiled(lora(), DEVICE["lora"], plan=plan)
     with pytest.raises(fxoffload.PlanError, match="does not cover this graph"):
         other = Case(case.model, {**case.batch, "attention_mask": torch.tril(torch.ones(2, 32, dtype=torch.long))})

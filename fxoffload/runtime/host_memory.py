@@ -161,13 +161,20 @@ def disk_slab(folder: str | None, n_bytes: int) -> Slab:
         raise ValueError("disk_dir: a folder is needed with disk_budget")
     path = Path(folder) / f"fxoffload-{os.getpid()}-{os.urandom(4).hex()}.swap"
     try:
-        with open(path, "w+b") as file:
-            os.posix_fallocate(file.fileno(), 0, whole_pages(n_bytes))
-            region = mmap.mmap(file.fileno(), whole_pages(n_bytes))
+        region = _mapped_file(path, whole_pages(n_bytes))
     except OSError as error:
-        path.unlink(missing_ok=True)
         raise PlanError(f"disk_dir {folder}: cannot preallocate {format_bytes(n_bytes)}: {error.strerror}") from None
     return Slab(region, lambda: path.unlink(missing_ok=True))
+
+
+def _mapped_file(path: Path, n_bytes: int) -> mmap.mmap:
+    with open(path, "w+b") as file:
+        try:
+            os.posix_fallocate(file.fileno(), 0, n_bytes)
+            return mmap.mmap(file.fileno(), n_bytes)
+        except OSError:
+            path.unlink()
+            raise
 
 
 def extent_bytes(src: torch.Tensor) -> int:
