@@ -144,15 +144,15 @@ def test_a_wrong_option_is_named(options: dict[str, Any], message: str) -> None:
 
 def test_pins_decide_over_values(tmp_path: Path) -> None:
     case = llama()
-    pin = fxoffload.pin("*.mlp/silu#0", "swap")
+    pin = fxoffload.pin("*act_fn/silu#0", "swap")
     case.model.loss_type = "ForCausalLM"
     seeded(compiled(case.model, "1GiB", pins=[pin], dump_dir=tmp_path), case.batch)
     assert plan_in(tmp_path).count()["swapout"] == 2
 
 
 def test_a_larger_batch_than_planned_is_planned_anew_and_max_shape_avoids_it(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    for options, n_plans in (({}, 2), ({"max_shape": {"batch": 64}}, 1)):
+    # Dynamo captures the first size as a constant, the second as a symbol; what is larger than planned is one more.
+    for options, n_plans in (({}, 3), ({"max_shape": {"batch": 64}}, 2)):
         torch._dynamo.reset()
         folder = tmp_path / str(n_plans)
         model = torch.compile(

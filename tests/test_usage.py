@@ -471,3 +471,51 @@ def test_two_compiled_models_alternate(pair: Pair) -> None:
     assert_same(plain, net)
     assert_same(*both(pair))
     net.fxoffload.close()
+
+
+def test_out_of_memory_in_the_middle_of_a_step_leaves_nothing_open_and_the_model_usable(simulated_device: Any) -> None:
+    case = llama(num_hidden_layers=1)
+    plain = copy.deepcopy(case.model).to("fxsim")
+    expected = train(plain, [{k: v.to("fxsim") for k, v in batch.items()} for batch in BATCHES])
+    del plain
+    gc.collect()
+    start = simulated_device.memory_allocated()
+    model = compiled(case.model, case.batch, device="fxsim", device_budget="800KiB")
+    settled = simulated_device.memory_allocated()
+    needed = model.fxoffload.plan.predicted.device_peak_bytes
+    for capacity in (needed * 4 // 10, needed * 7 // 10, needed * 9 // 10):
+        simulated_device.set_capacity(capacity)
+        try:
+            model(**case.batch).loss.backward()
+        except torch.OutOfMemoryError:
+            pass
+        else:
+            raise AssertionError("the capacity was below the plan's peak and nothing ran out")
+        model.zero_grad()
+        gc.collect()
+        assert simulated_device.memory_allocated() == settled and not model.fxoffload.home.active
+    simulated_device.set_capacity(800 * 1024)
+    assert train(model, BATCHES) == expected
+    model.fxoffload.close()
+    gc.collect()
+    assert simulated_device.memory_allocated() == start
+
+
+def test_a_resident_parameter_that_is_thawed_trains_on_the_host(simulated_device: Any) -> None:
+    """Frozen parameters reside on the device; one that is trained from now on goes home, and its gradient and states with it."""
+    case = llama(num_hidden_layers=1)
+    case.model.requires_grad_(False).lm_head.requires_grad_(True)
+    plain = copy.deepcopy(case.model).to("fxsim")
+    model = compiled(case.model, case.batch, device="fxsim", device_budget="100MiB")
+    frozen = model.model.layers[0].mlp.up_proj
+    assert frozen.weight.device.type == "fxsim"
+    losses = []
+    for net in (plain, model):
+        device_batches = [{k: v.to("fxsim") for k, v in batch.items()} for batch in BATCHES]
+        losses.append(train(net, device_batches[:1]))
+        net.model.layers[0].mlp.up_proj.requires_grad_(True)
+        losses[-1] += train(net, device_batches[1:])
+    assert losses[0] == losses[1]
+    assert_same(plain.to("cpu"), model)
+    model.fxoffload.close()
+    assert {p.device.type for p in model.parameters()} == {"cpu"}
