@@ -62,7 +62,7 @@ def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask
             query, key, value, _aligned_bias(mask, query, key), True, p, causal, scale=scale)
         return _neutral_layout(out), lse, seed, offset
     empty, offset = _nothing(query)
-    seed = ops.get_rng_state(query.device) if p > 0 else empty
+    seed = ops.get_rng_state(query.device).to(query.device) if p > 0 else empty
     return composed_attention(query, key, value, mask, p, causal, scale, gqa), empty, seed, offset
 
 
@@ -99,7 +99,7 @@ def _by_autograd(grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, val
     """The composite path's gradients: its forward again, with the same random draws, differentiated by autograd."""
     now = ops.get_rng_state(query.device) if p > 0 else None
     if p > 0:
-        ops.set_rng_state(seed, query.device)
+        ops.set_rng_state(seed.cpu(), query.device)
     gradients = composed_attention_backward(grad, query, key, value, mask, p, causal, scale, gqa)
     if now is not None:
         ops.set_rng_state(now, query.device)
@@ -159,12 +159,18 @@ def _fake_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
     return out, query.new_empty((batch, heads, length), dtype=torch.float32), aux, torch.empty_like(aux)
 
 
+def _fake_attention_dropout(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> Tensors:
+    """The seed is at most a generator's whole state; fused kernels have less."""
+    out, lse, _seed, offset = _fake_attention(query, key, value)
+    return out, lse, query.new_empty((ops.RNG_STATE_BYTES,), dtype=torch.uint8), offset
+
+
 def _fake_attention_backward(grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> Tensors:
     return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
 
 
 attention = _define(f"attention{_ATTENTION} -> (Tensor, Tensor, Tensor, Tensor)", _attention, _fake_attention, _PLAIN)
-attention_dropout = _define(f"attention_dropout{_ATTENTION} -> (Tensor, Tensor, Tensor, Tensor)", _attention, _fake_attention, _SEEDED)
+attention_dropout = _define(f"attention_dropout{_ATTENTION} -> (Tensor, Tensor, Tensor, Tensor)", _attention, _fake_attention_dropout, _SEEDED)
 attention_backward = _define(f"attention_backward{_BACKWARD}", _attention_backward, _fake_attention_backward, _PLAIN)
 
 

@@ -7,11 +7,14 @@ output's; the caller gets a `LazyTensor` that runs one planned forward without g
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.fx as fx
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils import _pytree as pytree
 
 
@@ -101,6 +104,34 @@ def _lazy(value: Any, key: str, path: tuple[int, ...], read: Callable[[str, tupl
     if isinstance(value, (tuple, list)):
         return type(value)([_lazy(item, key, (*path, i), read) for i, item in enumerate(value)])
     return value
+
+
+class Writes:
+    """Tells whether a model's parameters were written: `state()` differs after a write in place and after an optimizer's step.
+
+    The steps are counted apart because fused and 8-bit optimizers write without a trace in the parameters' versions.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model, self._n_steps = weakref.ref(model), 0
+        this = weakref.ref(self)
+
+        def stepped(optimizer: torch.optim.Optimizer, *_: object) -> None:
+            writes = this()
+            if writes is not None:
+                writes._note(optimizer)
+
+        self.close = weakref.finalize(self, register_optimizer_step_post_hook(stepped).remove)
+
+    def state(self) -> list[int]:
+        """Compare two of them."""
+        model = self._model()
+        return [self._n_steps, *(p._version for p in model.parameters())] if model is not None else []
+
+    def _note(self, optimizer: torch.optim.Optimizer) -> None:
+        model = self._model()
+        ours = {id(p) for p in model.parameters()} if model is not None else set()
+        self._n_steps += any(id(p) in ours for group in optimizer.param_groups for p in group["params"])
 
 
 class LazyTensor(torch.Tensor):

@@ -202,7 +202,7 @@ class LazyCall:
 
     def __init__(self, router: Router, call: Call, rng: dict[torch.device, torch.Tensor]) -> None:
         self.router, self.call_, self.rng = router, call, rng
-        self.versions = router.session.parameter_versions()
+        self.written = router.session.writes.state()
         self.modes = [module.training for module in router.session.model.modules()]
         self.autocast = AutocastState.of(router.session.options.device.type)
 
@@ -216,7 +216,7 @@ class LazyCall:
         session = self.router.session
         if session.closed:
             raise RuntimeError("this output was not read before close()")
-        if self.versions != session.parameter_versions():
+        if self.written != session.writes.state():
             raise RuntimeError("this output was not read before the parameters changed; read it before optimizer.step()")
         modules = list(session.model.modules())
         now = {d: ops.get_rng_state(d) for d in self.rng}, [m.training for m in modules]

@@ -21,7 +21,7 @@ from .neutral import neutralize
 from .pins import Pin
 from .planning import Budgets, Planning
 from .plans import Plan
-from .outputs import returns_shadows
+from .outputs import Writes, returns_shadows
 from .places import Places, moves_in_place
 from .router import CaptureComplete, Recapture, Router
 from .runtime.allocator import Cap, meter_for
@@ -70,6 +70,7 @@ class Session:
         self.closed = False
         self.router = Router(self)
         self.places = Places(model, options.device)
+        self.writes = Writes(model)
         self._trainable = frozenset(n for n, p in model.named_parameters() if p.requires_grad)
         self._refs: list[InputRef] = []
         self.planning = Planning(
@@ -98,10 +99,6 @@ class Session:
             self.planning.resident = (self.planning.resident or frozenset()) - thawed
             changed.append(self.places.settle(self.planning.resident))
         return any(changed)
-
-    def parameter_versions(self) -> list[int]:
-        """What changes with every write into a parameter."""
-        return [p._version for p in self.model.parameters()]
 
     # What Dynamo hands us ---------------------------------------------------------------------------------------------
 
@@ -197,6 +194,7 @@ class Session:
             return
         self.closed = True
         self.router.close()
+        self.writes.close()
         self.swap.undo()
         self.input_hooks.restore()
         self.places.restore()

@@ -82,12 +82,19 @@ def test_sizes_and_dtype_are_known_without_computing(models: tuple[Any, Any]) ->
     assert logits.detach().float()._value is None and logits._value is None
 
 
-def test_an_output_read_after_the_step_is_one_clear_error(models: tuple[Any, Any]) -> None:
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_output_read_after_the_step_is_one_clear_error(models: tuple[Any, Any], fused: bool) -> None:
+    """A fused optimizer writes without changing the parameters' versions."""
     compiled = models[1]
     weights = copy.deepcopy(compiled.state_dict())
     out = compiled(**tokens())
     out.loss.backward()
-    torch.optim.SGD(compiled.parameters(), lr=0.1).step()
+    unrelated = torch.nn.Parameter(torch.ones(2))
+    unrelated.grad = torch.ones(2)
+    torch.optim.SGD([unrelated], lr=0.1).step()
+    assert torch.isfinite(out.logits).all()
+    out = compiled(**tokens())
+    torch.optim.SGD(compiled.parameters(), lr=0.1, fused=fused).step()
     with pytest.raises(RuntimeError, match=r"before optimizer.step\(\)"):
         out.logits.sum()
     compiled.load_state_dict(weights)

@@ -501,14 +501,11 @@ def test_out_of_memory_in_the_middle_of_a_step_leaves_nothing_open_and_the_model
     assert simulated_device.memory_allocated() == start
 
 
-def test_a_resident_parameter_that_is_thawed_trains_on_the_host(simulated_device: Any) -> None:
-    """Frozen parameters reside on the device; one that is trained from now on goes home, and its gradient and states with it."""
+def test_a_frozen_parameter_that_is_thawed_trains_on_a_second_device_too(simulated_device: Any) -> None:
     case = llama(num_hidden_layers=1)
     case.model.requires_grad_(False).lm_head.requires_grad_(True)
     plain = copy.deepcopy(case.model).to("fxsim")
     model = compiled(case.model, case.batch, device="fxsim", device_budget="100MiB")
-    frozen = model.model.layers[0].mlp.up_proj
-    assert frozen.weight.device.type == "fxsim"
     losses = []
     for net in (plain, model):
         device_batches = [{k: v.to("fxsim") for k, v in batch.items()} for batch in BATCHES]
