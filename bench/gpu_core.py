@@ -183,7 +183,8 @@ def main() -> None:
 
 
 def write(out: str, rows: list[dict[str, Any]]) -> None:
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip() or None
+    head = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    commit = head.stdout.strip() if head.returncode == 0 else None
     report = {
         "command": " ".join(["python", *sys.argv]), "commit": commit, "device": torch.cuda.get_device_name(0),
         "torch": torch.__version__, "transformers": transformers.__version__, "peft": peft.__version__, "rows": rows,
