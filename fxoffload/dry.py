@@ -23,9 +23,7 @@ def model_without_weights(model_or_config: Any, lora: Any = None, quantization: 
     config = _config(model_or_config)
     model = _build(config)
     if quantization is not None:
-        from .integrations.bitsandbytes import quantize_meta
-
-        quantize_meta(model, quantization)
+        raise ValueError("quantization: quantized weights cannot be planned from a config yet; load the quantized model and pass the module")
     if lora is not None:
         import peft
 
