@@ -82,6 +82,7 @@ class Router:
     dry: DryRun = field(default_factory=DryRun)
     shadows: bool = True
     generations: list[Generation] = field(default_factory=list)
+    variants: dict[tuple[tuple[bool, torch.dtype], ...], str] = field(default_factory=dict)
     captures: int = 0
     _told: bool = False
 
@@ -162,7 +163,7 @@ class Router:
         lazy = LazyCall.of(self, call) if torch.is_grad_enabled() and self.shadows else None
         try:
             with self.session.home.entered(), capture_config(), call.look.entered():
-                out = generation.step(self.session.model, call.args, call.kwargs)
+                out = generation.step(self.session.model, call.args, call.kwargs, self._variant())
         except CAPTURE_FAILURES as error:
             raise self._failure(error) from None
         except CaptureComplete:
@@ -174,6 +175,14 @@ class Router:
         if is_new:
             self.generations.append(generation)
         return out, lazy
+
+    def _variant(self) -> str:
+        """A word for what is trained in which dtype; each is a capture of its own (a number would become a symbol).
+
+        torch 2.11 looks at a frozen parameter no more once it is captured, and would not see it thawed.
+        """
+        now = tuple((p.requires_grad, p.dtype) for p in self.session.model.parameters())
+        return self.variants.setdefault(now, f"trained-{len(self.variants)}")
 
     def _failure(self, error: Exception) -> BaseException:
         """What to raise for a failed capture: our own or the model's error, Recapture where the model has changed."""
@@ -258,8 +267,8 @@ def _step_function(outputs: str, shadows: bool) -> Callable[..., Any]:
     """What Dynamo traces. Its code and its globals are its own: Dynamo keeps what it compiled there, and so it ends with them."""
     lazily = outputs == "auto"
 
-    def step(module: Any, args: Any, kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling():
+    def step(module: Any, args: Any, kwargs: Any, variant: str) -> Any:
+        if not variant or not torch.compiler.is_compiling():
             raise PlanError("capture is switched off here (torch._dynamo.disable, set_stance or a torch function mode): nothing ran")
         out = transformers.without_cache(type(module).forward(module, *args, **kwargs))
         if not lazily or not torch.is_grad_enabled():
