@@ -61,9 +61,9 @@ def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask
         out, lse, seed, offset = _aten._scaled_dot_product_efficient_attention(
             query, key, value, _aligned_bias(mask, query, key), True, p, causal, scale=scale)
         return _neutral_layout(out), lse, seed, offset
-    empty, offset = _nothing(query)
-    seed = ops.get_rng_state(query.device).to(query.device) if p > 0 else empty
-    return composed_attention(query, key, value, mask, p, causal, scale, gqa), empty, seed, offset
+    lse, offset = _nothing(query)
+    seed = ops.get_rng_state(query.device).to(query.device) if p > 0 else lse.clone()
+    return composed_attention(query, key, value, mask, p, causal, scale, gqa), lse, seed, offset
 
 
 def composed_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, p: float, causal: bool,
@@ -125,6 +125,7 @@ def backend_of(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask
 
 
 def _nothing(like: torch.Tensor) -> Tensors:
+    """Two empty results: no op may return one tensor twice."""
     return torch.empty(0, dtype=torch.int64, device=like.device), torch.empty(0, dtype=torch.int64, device=like.device)
 
 
