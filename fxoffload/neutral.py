@@ -108,8 +108,11 @@ def _by_autograd(grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, val
 
 def composed_attention_backward(grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None,
                                 p: float, causal: bool, scale: float | None, gqa: bool) -> Tensors:
-    """The gradients of `composed_attention`, by autograd."""
-    with torch.enable_grad():
+    """The gradients of `composed_attention`, by autograd.
+
+    In this thread: a thread of the device's own would let go of the operands some time after it is done with them.
+    """
+    with torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
         leaves = [t.detach().requires_grad_() for t in (query, key, value)]
         out = F.scaled_dot_product_attention(*leaves, mask, p, causal, scale=scale, enable_gqa=gqa)
         return torch.autograd.grad(out, leaves, grad)
