@@ -12,6 +12,7 @@ from torch import nn
 from .capture import batch_tensors
 from .dry import model_without_weights, sample_batch
 from .errors import PlanError
+from .heap import heap_at_rest
 from .machine import Machine, default_machine, load_machine
 from .pins import Pin
 from .planning import STATE_FACTORS
@@ -73,7 +74,8 @@ def compile(
     session = Session(model, options, chosen, known)
     try:
         session.places.settle_constants()
-        session.router.capture(args, kwargs)
+        with heap_at_rest():
+            session.router.capture(args, kwargs)
         session.settle()
     except BaseException:
         session.close()
@@ -120,7 +122,8 @@ def plan(
     session = Session(model, options, chosen, None)
     try:
         args, kwargs = as_call(sample_batch(batch_or_spec, model))
-        session.router.capture(args, kwargs)
+        with heap_at_rest():
+            session.router.capture(args, kwargs)
         assert session.plan is not None
         return session.plan
     finally:

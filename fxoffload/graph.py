@@ -195,6 +195,14 @@ class Names:
                 return name
 
 
+def is_symbol(node: fx.Node) -> bool:
+    """True for a symbolic size among the inputs and for arithmetic on sizes: the node's value is a number."""
+    return info(node).role is Role.SYMBOL or isinstance(node.meta.get("val"), _NUMBERS)
+
+
+_NUMBERS = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
 def operands(node: fx.Node) -> Iterator[fx.Node]:
     """The nodes `node` reads, each once, in argument order."""
     yield from dict.fromkeys(node.all_input_nodes)

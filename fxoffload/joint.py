@@ -11,7 +11,7 @@ import torch.fx as fx
 
 from . import ops
 from .effects import Tier
-from .graph import INFO, NodeInfo, Role, constant_of, module_path, op_name, set_constant
+from .graph import INFO, NodeInfo, Role, constant_of, is_symbol, module_path, op_name, set_constant
 from .errors import PlanError
 
 
@@ -130,12 +130,15 @@ def _note_constant(made: fx.Node, node: fx.Node) -> None:
 
 
 def name_nodes(graph: fx.Graph) -> None:
-    """Gives every node that has none its canonical name: module path / op # index, in graph order."""
+    """Gives every node that has none its canonical name: module path / op # index, in graph order.
+
+    The arithmetic of symbols counts apart: a capture without symbols gives the other nodes the same names.
+    """
     counts: dict[str, int] = {}
     for node in graph.nodes:
         if node.op in ("placeholder", "output") or node.target is ops.backward:
             continue
-        stem = f"{module_path(node)}/{op_name(node)}"
+        stem = f"{module_path(node)}/{'sym_' if is_symbol(node) else ''}{op_name(node)}"
         counts[stem] = counts.get(stem, -1) + 1
         known = node.meta.get(INFO)
         named = NodeInfo(f"{stem}#{counts[stem]}")

@@ -6,6 +6,7 @@ is a new one. The unit of bytes is the Storage at the Bounds, so a plan made her
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -38,6 +39,9 @@ class Storage:
     tier: Tier
     kind: Kind
     is_input: bool
+
+    def __hash__(self) -> int:
+        return hash(self.name)
 
 
 @dataclass(frozen=True)
@@ -72,14 +76,13 @@ def is_view(node: fx.Node) -> bool:
     spec = ops.spec_of(node)
     if spec is not None:
         return spec.alias_of is not None
-    if node.op != "call_function" or node.target is operator.getitem:
-        return False
-    if node.target in _HIDDEN_VIEWS:
-        return True
-    schema = getattr(node.target, "_schema", None)
-    if schema is None:
-        return False
-    return any(r.alias_info is not None for r in schema.returns)
+    return node.op == "call_function" and _returns_its_input(node.target)
+
+
+@functools.lru_cache(maxsize=None)
+def _returns_its_input(target: object) -> bool:
+    schema = getattr(target, "_schema", None)
+    return target in _HIDDEN_VIEWS or (schema is not None and any(r.alias_info is not None for r in schema.returns))
 
 
 def view_source(node: fx.Node) -> fx.Node:

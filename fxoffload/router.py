@@ -135,8 +135,14 @@ class Router:
         batch = batch_tensors({"args": args, "kwargs": kwargs})
         for name, tensor in batch:
             for dim in dynamic_dims(name, tensor):
-                mark_dynamic(tensor, dim)
+                if self._varies(dim, tensor.shape[dim]):
+                    mark_dynamic(tensor, dim)
         return Call(args, kwargs, batch, look)
+
+    def _varies(self, dim: int, size: int) -> bool:
+        """Whether a dimension needs a symbol: planning alone sees one batch, and symbols make its capture several times as long."""
+        options = self.session.options
+        return not options.planning_only or (dim < len(DIMENSIONS) and options.max_shape.get(DIMENSIONS[dim], 0) > size)
 
     def _to_device(self, value: Any) -> Any:
         return pytree.tree_map_only(torch.Tensor, self._tensor_to_device, value)

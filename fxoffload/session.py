@@ -14,6 +14,7 @@ from torch import nn
 
 from .capture import input_refs
 from .graph import Role, root_of
+from .heap import heap_at_rest
 from .integrations import transformers
 from .joint import InputRef, step_graph
 from .machine import Machine
@@ -151,7 +152,8 @@ class Session:
         return self.meter.watched(compile_eager(graph, self.engine, finishes, self.meter.observe), graph)
 
     def _lower(self, graph: fx.Graph) -> fx.Graph:
-        label, lowered = self.planning.lower(graph, self.router.maxima)
+        with heap_at_rest():
+            label, lowered = self.planning.lower(graph, self.router.maxima)
         self.graphs[label] = lowered
         if self.places.settled:
             self.memory.reserve_disk(self.planning.disk_file_bytes)

@@ -31,6 +31,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from .graph import Bounds, output_of, tensors_in
 from .liveness import Kind, LiveCurve, Liveness, live_curve, liveness
 from .sizes import format_bytes
+from .text_neutral import NeutralWriter
 from .text_reader import Reader
 from .text_words import HEADER
 from .text_writer import Writer
@@ -60,14 +61,13 @@ def render(graph: fx.Graph, bounds: Bounds | None = None, columns: bool = True) 
 
 
 def fingerprint(graph: fx.Graph) -> str:
-    """sha256 of the graph's neutral text: equal for captures of one model on any device, whatever its symbols are called."""
+    """sha256 of the graph's neutral text: equal for captures of one model on any device and at any sizes."""
     return hashlib.sha256(neutral_text(graph).encode()).hexdigest()
 
 
 def neutral_text(graph: fx.Graph) -> str:
-    """The text without header and columns, symbols renamed in order of appearance. Raises ValueError like `render`."""
-    writer = Writer(graph, liveness(graph, _NO_BYTES), rename_symbols=True)
-    return "\n".join(writer.line(node) for node in graph.nodes) + "\n"
+    """What the sizes of a batch do not decide (see `text_neutral`), without header and columns. Raises ValueError like `render`."""
+    return "\n".join(NeutralWriter(graph, liveness(graph, _NO_BYTES)).lines(graph)) + "\n"
 
 
 def diff(a: str, b: str) -> str:

@@ -24,11 +24,9 @@ _PLAIN_NAME = re.compile(r'[^\s,()\[\]{}"=:|<>]+')
 class Writer:
     """Writes the lines of one graph."""
 
-    def __init__(self, graph: fx.Graph, live: Liveness | None, rename_symbols: bool = False) -> None:
+    def __init__(self, graph: fx.Graph, live: Liveness | None) -> None:
         self._of = live.of if live is not None else {}
         self._device = _compute_device(graph)
-        self._rename = rename_symbols
-        self._symbols: dict[sympy.Symbol, sympy.Symbol] = {}
         self._types: dict[object, str] = {}
         self._targets: dict[object, str] = {}
         self._names: dict[fx.Node, str] = {}
@@ -51,12 +49,16 @@ class Writer:
         raise ValueError(f"{name_of(node)}: a {node.op} of {node.target} has no text")
 
     def _call(self, node: fx.Node) -> str:
-        target = self._targets.get(node.target)
-        if target is None:
-            target = self._targets[node.target] = _target_word(node)
+        target = self._target(node)
         arguments = [self._value(node, value) for value in node.args]
         arguments += [f"{key}={self._value(node, value)}" for key, value in node.kwargs.items()]
         return f"{target} {', '.join(arguments)}" if arguments else target
+
+    def _target(self, node: fx.Node) -> str:
+        known = self._targets.get(node.target)
+        if known is None:
+            known = self._targets[node.target] = _target_word(node)
+        return known
 
     def _name(self, node: fx.Node) -> str:
         known = self._names.get(node)
@@ -92,16 +94,15 @@ class Writer:
         if key not in self._types:
             sizes = ",".join(map(self._expr, shape))
             strides = "" if stride == contiguous_strides(shape) else ";" + ",".join(map(self._expr, stride))
-            self._types[key] = f"{_dtype_word(tensor.dtype)}[{sizes}{strides}]"
+            self._types[key] = f"{self._dtype(tensor)}[{sizes}{strides}]"
         return self._types[key]
 
-    def _expr(self, expr: int | sympy.Basic) -> str:
-        if isinstance(expr, int):
-            return str(expr)
-        if self._rename:
-            for symbol in sorted(expr.free_symbols - self._symbols.keys(), key=str):
-                self._symbols[symbol] = sympy.Symbol(f"s{len(self._symbols)}", positive=True, integer=True)
-            expr = expr.xreplace(self._symbols)
+    @staticmethod
+    def _dtype(tensor: torch.Tensor) -> str:
+        return _dtype_word(tensor.dtype)
+
+    @staticmethod
+    def _expr(expr: int | sympy.Basic) -> str:
         return str(expr).replace(" ", "")
 
     def _value(self, node: fx.Node, value: object) -> str:

@@ -7,7 +7,6 @@ that tracing assumed: where the real tensor's strides differ, reshape copies and
 from __future__ import annotations
 
 import operator
-import sys
 
 import torch
 import torch.fx as fx
@@ -15,10 +14,12 @@ import torch.fx as fx
 from fxoffload import joint, ops
 from fxoffload.liveness import is_view
 from fxoffload.pipeline import Context, Pass
+from fxoffload.text_words import expr_of
 
 _aten = torch.ops.aten
 _IDENTITIES = frozenset({_aten.detach.default, _aten.alias.default, _aten.lift_fresh_copy.default})
 _VIEWS = frozenset({_aten.view.default, _aten._unsafe_view.default})
+_SLICES = frozenset({_aten.slice.Tensor, _aten.slice_backward.default})
 _TRANSPOSES = frozenset({_aten.t.default})
 
 
@@ -44,15 +45,16 @@ def _simplify(graph: fx.Graph, node: fx.Node) -> None:
         _replace(graph, node, source)
     elif node.target in _TRANSPOSES and source.target is node.target:
         _replace(graph, node, source.args[0])  # type: ignore[arg-type]
-    elif node.target is _aten.slice.Tensor and _whole_slice(node):
+    elif node.target in _SLICES and _whole_slice(node, source):
         _replace(graph, node, source)
 
 
-def _whole_slice(node: fx.Node) -> bool:
-    start = node.args[2] if len(node.args) > 2 else None
-    end = node.args[3] if len(node.args) > 3 else None
-    step = node.args[4] if len(node.args) > 4 else 1
-    return start in (None, 0) and step == 1 and (end is None or (isinstance(end, int) and end == sys.maxsize))
+def _whole_slice(node: fx.Node, source: fx.Node) -> bool:
+    """True when the slice has its source's shape: nothing is cut off, for any size of a symbol."""
+    a, b = node.meta.get("val"), source.meta.get("val")
+    if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)) or a.dtype != b.dtype:
+        return False
+    return [expr_of(n) for n in a.shape] == [expr_of(n) for n in b.shape]
 
 
 def _same_value(node: fx.Node, source: fx.Node) -> bool:

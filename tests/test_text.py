@@ -177,11 +177,25 @@ def test_the_fingerprint_does_not_know_the_device() -> None:
     assert len(texts) == 1
 
 
-def test_the_fingerprint_does_not_know_the_names_of_symbols_or_their_maxima() -> None:
-    a = text.parse('graph "a" (s3 <= 4, s9 <= 5)\n%x: f32[s9,s3] = input\nreturn (%x)')
-    b = text.parse('graph "b" (s1 <= 7, s2 <= 8)\n%x: f32[s2,s1] = input\nreturn (%x)')
-    c = text.parse('graph "a" (s3 <= 4, s9 <= 5)\n%x: f32[s9,s9] = input\nreturn (%x)')
-    assert text.fingerprint(a) == text.fingerprint(b) != text.fingerprint(c)
+def step_of(header: str, sizes: str, size: str) -> str:
+    return text.fingerprint(text.parse(f"""graph "a"{header}
+%x: f32[{sizes}] = input {{role=batch}}
+%w: f32[8] = input {{role=parameter, fqn="w"}}
+%v: f32[{sizes}] = aten.expand %x, [{size}, 8]
+%y: f32[{sizes}] = aten.mul.Tensor %v, %w
+return ((%y), ())"""))
+
+
+def test_the_fingerprint_does_not_know_a_batchs_sizes_symbolic_or_not() -> None:
+    assert step_of(" (s3 <= 4)", "s3,8", "4") == step_of(" (s1 <= 7)", "s1,8", "7") == step_of("", "5,8", "5")
+
+
+def test_the_fingerprint_knows_ranks_and_parameters_sizes() -> None:
+    other = text.parse('graph "a"\n%w: f32[8] = input {role=parameter, fqn="w"}\nreturn ((%w), ())')
+    larger = text.parse('graph "a"\n%w: f32[9] = input {role=parameter, fqn="w"}\nreturn ((%w), ())')
+    assert text.fingerprint(other) != text.fingerprint(larger)
+    one, two = (text.parse(f'graph "a"\n%x: f32[{sizes}] = input\nreturn ((%x), ())') for sizes in ("4", "4,4"))
+    assert text.fingerprint(one) != text.fingerprint(two)
 
 
 @pytest.mark.parametrize("change", [("%a, 2.0", "%a, 3.0"), ('fqn="w"', 'fqn="v"'), ("%gx", "%dx"), ("aten.relu", "aten.neg")])
