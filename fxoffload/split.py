@@ -8,8 +8,8 @@ import torch
 import torch.fx as fx
 
 from . import ops
-from .errors import VerifyError
 from .graph import Role, border_of, info, name_of, output_of
+from .torch_compat import STASHED
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +43,8 @@ def split(graph: fx.Graph) -> Halves:
     forward, new = fx.Graph(), {}
     for node in [*primals, *(n for n in graph.nodes if n in before)]:
         new[node] = _copy(forward, node, new)
+    for value in values:
+        new[value].meta.pop(STASHED, None)
     forward.output(tuple(new[v] if isinstance(v, fx.Node) else v for v in (*outputs, *values, *symbols)))
 
     backward, new = fx.Graph(), {}

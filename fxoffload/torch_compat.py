@@ -96,6 +96,11 @@ def written_inputs(joint: fx.Graph) -> list[int]:
     return [d.mutated_input.idx for d in outputs if isinstance(d, InputMutationAOTOutput)]
 
 
+# Marks what an autograd.Function stashed on its context without `save_for_backward`. AOTAutograd keeps a saved value that bears it
+# as long as the loss lives; without it backward frees the value (torch._functorch.autograd_function, 2.13).
+STASHED = "saved_tensor_with_no_vc_check"
+
+
 def allow_second_backward() -> None:
     """The graph AOTAutograd is compiling now may run backward with retain_graph: our backward reuses no saved value's memory.
 

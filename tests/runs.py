@@ -39,7 +39,10 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One family at one budget. `refused`: the PlanError's text, "" when it ran; `op_alone_bytes`: what the op it names needs at least."""
+    """One family at one budget. `refused`: the PlanError's text, "" when it ran; `op_alone_bytes`: what the op it names needs at least.
+
+    `measured_bytes`: the device's own peak; on "cpu" the graphs' values alone, without what one op needs inside.
+    """
 
     family: str
     device: str
@@ -54,6 +57,22 @@ class Row:
     parameters_equal: bool = False
     refused: str = ""
     op_alone_bytes: int | None = None
+
+
+def fault(row: Row, free: Row) -> str:
+    """Why `row` shows nothing, or shows something wrong; "" when it counts. `free`: the family's row without a limit."""
+    if row.refused:
+        return "" if (row.op_alone_bytes or 0) > row.budget_bytes else "refused, although the op it names fits alone"
+    assert row.predicted_bytes is not None and row.measured_bytes is not None
+    if not (row.losses_equal and row.gradients_equal and row.parameters_equal):
+        return "other bits than plain PyTorch"
+    if row is not free and (row.decisions, row.moved_bytes) == (free.decisions, free.moved_bytes):
+        return "nothing done for the budget"
+    if not row.measured_bytes <= row.predicted_bytes <= row.budget_bytes:
+        return "measured above predicted, or predicted above the budget"
+    if row.device != "cpu" and row.predicted_bytes > 1.05 * row.measured_bytes:
+        return "predicted more than 5 % above measured"
+    return ""
 
 
 def rows(family: str, device: str, simulated: SimulatedDevice | None = None, fractions: tuple[float, ...] = FRACTIONS) -> Iterator[Row]:
@@ -77,13 +96,14 @@ def rows(family: str, device: str, simulated: SimulatedDevice | None = None, fra
             yield Row(family, device, fraction, budget, refused=str(refusal), op_alone_bytes=alone(_named_op(refusal)))
             continue
         run = train(model, case, torch.device(device))
-        measured = simulated.max_memory_allocated() - base if simulated is not None else None
-        row = _row(family, device, fraction, budget, model.fxoffload, measured, run, expected)  # type: ignore[arg-type]
+        session: Session = model.fxoffload  # type: ignore[assignment]
+        measured = session.meter.peak_bytes if session.meter is not None else simulated.max_memory_allocated() - base  # type: ignore[union-attr]
+        row = _row(family, device, fraction, budget, session, measured, run, expected)
         if free is None:
-            free, alone = row, op_alone_bytes(model.fxoffload)  # type: ignore[arg-type]
+            free, alone = row, op_alone_bytes(session)
         yield row
-        model.fxoffload.close()  # type: ignore[operator, union-attr]
-        del model, case
+        session.close()
+        del model, case, session
 
 
 def _start(simulated: SimulatedDevice | None, budget: int | None) -> int:
@@ -96,12 +116,12 @@ def _start(simulated: SimulatedDevice | None, budget: int | None) -> int:
     return base
 
 
-def _row(family: str, device: str, fraction: float, budget: int, session: Session, measured: int | None, run: Run, expected: Run) -> Row:
+def _row(family: str, device: str, fraction: float, budget: int, session: Session, measured: int, run: Run, expected: Run) -> Row:
     plan = session.plan
     assert plan is not None
     return Row(
         family, device, fraction, budget, plan.predicted.device_peak_bytes, measured, dict(plan.predicted.moved_bytes), plan.count(),
-        run.losses == expected.losses, run.gradients.__len__() == STEPS and all(map(_equal, run.gradients, expected.gradients)),
+        run.losses == expected.losses, len(run.gradients) == STEPS and all(map(_equal, run.gradients, expected.gradients)),
         _equal(run.parameters, expected.parameters),
     )
 

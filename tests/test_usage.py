@@ -409,6 +409,42 @@ def test_outputs_beside_the_loss_do_not_run_batch_norm_twice() -> None:
     model.fxoffload.close()
 
 
+class _Stashing(torch.autograd.Function):
+    """x * x that keeps x on its context, not through `save_for_backward`, as bitsandbytes does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.x = x
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return 2 * gradient * ctx.x
+
+
+class StashingNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(8, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _Stashing.apply(_Stashing.apply(self.body(x))).sum()  # type: ignore[no-untyped-call, no-any-return]
+
+
+def test_a_loss_that_is_kept_keeps_nothing_that_backward_has_read() -> None:
+    model = StashingNet()
+    x = torch.randn(4, 8)
+    plain = copy.deepcopy(model)
+    model = compiled(model, (x,))
+    before = model.fxoffload.meter.current_bytes
+    loss = model(x)
+    assert model.fxoffload.meter.current_bytes - before >= 4 * x.nbytes
+    loss.backward(), plain(x).backward()
+    assert model.fxoffload.meter.current_bytes - before <= loss.nbytes + x.nbytes
+    assert_same(plain, model)
+    model.fxoffload.close()
+
+
 def test_close_gives_the_plain_model_back_and_may_be_called_twice() -> None:
     torch.manual_seed(0)
     model = Net()

@@ -131,13 +131,13 @@ def llava() -> Case:
         "input_ids": ids, "labels": ids.clone(), "pixel_values": torch.randn(2, 3, 16, 16), "attention_mask": torch.ones_like(ids)})
 
 
-def _lora(case: Case, **changes: Any) -> Case:
+def _lora(case: Case, autocast_adapter_dtype: bool = True, **changes: Any) -> Case:
     import peft
 
     torch.manual_seed(1)
-    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM", **changes)
-    autocast_adapters = changes.pop("autocast_adapter_dtype", True)
-    return Case(peft.get_peft_model(case.model, config, autocast_adapter_dtype=autocast_adapters).train(), case.batch, case.autocast)
+    config = peft.LoraConfig(r=4, lora_alpha=8, **{"target_modules": "all-linear", "task_type": "CAUSAL_LM", **changes})
+    model = peft.get_peft_model(case.model, config, autocast_adapter_dtype=autocast_adapter_dtype)
+    return Case(model.train(), case.batch, case.autocast)
 
 
 def _bf16(case: Case) -> Case:
@@ -145,16 +145,11 @@ def _bf16(case: Case) -> Case:
 
 
 def lora() -> Case:
-    return _lora(_bf16(llama()))
+    return _lora(_bf16(llama(intermediate_size=512)))
 
 
 def lora_bf16() -> Case:
-    import peft
-
-    case = _bf16(llama())
-    torch.manual_seed(1)
-    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM", lora_dropout=0.1)
-    return Case(peft.get_peft_model(case.model, config, autocast_adapter_dtype=False).train(), case.batch)
+    return _lora(_bf16(llama(intermediate_size=512)), autocast_adapter_dtype=False, lora_dropout=0.1)
 
 
 def dora() -> Case:
@@ -163,21 +158,13 @@ def dora() -> Case:
 
 def qlora() -> Case:
     import bitsandbytes as bnb
-    import peft
 
-    model = llama().model
-    for name, module in list(model.named_modules()):
-        for child_name, child in list(module.named_children()):
-            if isinstance(child, nn.Linear) and child_name != "lm_head":
-                packed = bnb.nn.Linear4bit(child.in_features, child.out_features, bias=False, compute_dtype=torch.float32,
-                                           compress_statistics=True, quant_type="nf4")
-                packed.weight = bnb.nn.Params4bit(child.weight.data, requires_grad=False, quant_type="nf4", compress_statistics=True)
-                setattr(module, child_name, packed.to("cpu"))
-    torch.manual_seed(1)
-    for parameter in model.parameters():
-        parameter.requires_grad = False
-    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM")
-    return Case(peft.get_peft_model(model, config).train(), tokens())
+    model = llama(intermediate_size=512).model.requires_grad_(False)
+    for name, linear in [(n, m) for n, m in model.named_modules() if isinstance(m, nn.Linear) and n != "lm_head"]:
+        packed = bnb.nn.Linear4bit(linear.in_features, linear.out_features, bias=False, compute_dtype=torch.float32)
+        packed.weight = bnb.nn.Params4bit(linear.weight.data, requires_grad=False, quant_type="nf4", compress_statistics=True)
+        model.set_submodule(name, packed.to("cpu"))
+    return _lora(Case(model, tokens()), target_modules=["q_proj", "v_proj", "down_proj"])
 
 
 def autocast() -> Case:
