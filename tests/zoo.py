@@ -33,9 +33,9 @@ def tokens(batch: int = 2, length: int = 32, seed: int = 0) -> dict[str, torch.T
     return {"input_ids": ids, "labels": ids.clone()}
 
 
-def _causal(config: Any) -> Case:
+def _causal(config: Any, length: int = 32) -> Case:
     torch.manual_seed(0)
-    return Case(tf.AutoModelForCausalLM.from_config(config).train(), tokens())
+    return Case(tf.AutoModelForCausalLM.from_config(config).train(), tokens(length=length))
 
 
 def _sizes(**changes: Any) -> dict[str, Any]:
@@ -60,7 +60,7 @@ def gemma3() -> Case:
 
 def qwen3_next() -> Case:
     return _causal(tf.Qwen3NextConfig(**_sizes(
-        num_hidden_layers=4, linear_num_value_heads=4, linear_num_key_heads=2, linear_key_head_dim=16, linear_value_head_dim=16,
+        layer_types=["linear_attention", "full_attention"], linear_num_value_heads=4, linear_num_key_heads=2, linear_key_head_dim=16, linear_value_head_dim=16,
         num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=32,
     )))
 
@@ -74,7 +74,9 @@ def qwen3_moe() -> Case:
 
 
 def mamba() -> Case:
-    return _causal(tf.MambaConfig(hidden_size=64, num_hidden_layers=2, vocab_size=VOCAB, state_size=8, bos_token_id=1, eos_token_id=2, pad_token_id=0))
+    """The scan is a loop over time: a graph of as many nodes as the sequence is long."""
+    return _causal(tf.MambaConfig(
+        hidden_size=64, num_hidden_layers=2, vocab_size=VOCAB, state_size=8, bos_token_id=1, eos_token_id=2, pad_token_id=0), length=16)
 
 
 def bamba() -> Case:
@@ -94,7 +96,7 @@ def t5() -> Case:
 def bert() -> Case:
     torch.manual_seed(0)
     model = tf.BertForSequenceClassification(tf.BertConfig(
-        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, vocab_size=VOCAB, num_labels=3,
+        hidden_size=64, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, vocab_size=VOCAB, num_labels=3,
         problem_type="single_label_classification"))
     mask = torch.ones(2, 32, dtype=torch.long)
     mask[1, 20:] = 0
