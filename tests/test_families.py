@@ -6,28 +6,34 @@ from zoo import FAMILIES
 
 from fxoffload.testing.simulated_device import SimulatedDevice
 
-# What CI runs of each device; the rest is marked slow. `make soak` runs all.
-_QUICK = {"cpu": ("llama", "gpt2", "bert", "qwen3_moe", "lora_bf16", "qlora"), "fxsim": ("llama", "gpt2", "bert")}
+# What CI runs of each device, without a limit and at the tightest budget: one family of every mechanism. The rest is marked slow;
+# `make soak` runs all.
+_QUICK = {
+    "cpu": ("llama", "gpt2", "qwen3_moe", "mamba", "lora_bf16"),
+    "fxsim": ("gpt2", "gemma2", "bert", "t5", "llava", "qwen3_next", "qlora", "autocast"),
+}
 
 
 def families(device: str) -> list[object]:
-    return [pytest.param(name, marks=[] if name in _QUICK[device] else [pytest.mark.slow]) for name in FAMILIES]
+    quick = [pytest.param(name, (FRACTIONS[0], FRACTIONS[-1]), id=name) for name in _QUICK[device]]
+    slow = [pytest.param(name, FRACTIONS, id=f"{name}-all", marks=pytest.mark.slow) for name in FAMILIES]
+    return quick + slow
 
 
-def check(found: list[Row]) -> None:
-    assert len(found) == len(FRACTIONS)
+def check(found: list[Row], fractions: tuple[float, ...]) -> None:
+    assert [row.fraction for row in found] == list(fractions)
     for row in found:
         assert not fault(row, found[0]), (fault(row, found[0]), row)
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("family", families("cpu"))
-def test_five_steps_are_bit_equal_to_plain_pytorch_at_every_budget(family: str) -> None:
-    check(list(rows(family, "cpu")))
+@pytest.mark.parametrize(("family", "fractions"), families("cpu"))
+def test_five_steps_are_bit_equal_to_plain_pytorch_at_every_budget(family: str, fractions: tuple[float, ...]) -> None:
+    check(list(rows(family, "cpu", fractions=fractions)), fractions)
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("family", families("fxsim"))
+@pytest.mark.parametrize(("family", "fractions"), families("fxsim"))
 def test_five_steps_on_the_simulated_device_are_bit_equal_and_measure_what_was_predicted(
-        family: str, simulated_device: SimulatedDevice) -> None:
-    check(list(rows(family, "fxsim", simulated_device)))
+        family: str, fractions: tuple[float, ...], simulated_device: SimulatedDevice) -> None:
+    check(list(rows(family, "fxsim", simulated_device, fractions)), fractions)
