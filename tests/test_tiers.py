@@ -20,6 +20,7 @@ from zoo import Case, tokens
 import fxoffload
 from fxoffload import text
 from fxoffload.effects import Tier
+from fxoffload.plans import Gather
 from fxoffload.testing.simulated_device import SimulatedDevice
 
 pytestmark = pytest.mark.integration
@@ -263,3 +264,18 @@ def test_a_plan_for_another_graph_or_model_is_refused() -> None:
         compiled(other, DEVICE["llama"], plan=plan, replan=False)
     with pytest.raises(fxoffload.PlanError, match="bytes more than device_budget, and replan=False"):
         compiled(llama(), "560KiB", plan=plan, replan=False)
+
+
+def test_a_packed_weight_and_its_scales_are_gathered_like_any_parameter() -> None:
+    torch.manual_seed(0)
+    plain = zoo.packed_4bit(nn.Sequential(nn.Linear(64, 256), nn.Linear(256, 2)), "1")
+    plain[1].requires_grad_()
+    x = torch.randn(4, 64)
+    model = fxoffload.compile(copy.deepcopy(plain), (x,), device="cpu", device_budget="1MiB", pins=[fxoffload.pin("*", "host")])
+    (graph_plan,) = model.fxoffload.plan.graphs.values()
+    assert {"0.weight", "0.weight.absmax"} <= {d.value for d in graph_plan.decisions if isinstance(d, Gather)}
+    for net in (plain, model):
+        net(x).square().mean().backward()
+    assert plain[1].weight.grad is not None
+    assert_same(plain, model)
+    model.fxoffload.close()

@@ -158,14 +158,19 @@ def dora() -> Case:
     return _lora(llama(), use_dora=True)
 
 
-def qlora() -> Case:
+def packed_4bit(model: nn.Module, *kept: str) -> nn.Module:
+    """The model frozen, its linears but those named `kept` as bitsandbytes nf4 layers under double quantization."""
     import bitsandbytes as bnb
 
-    model = llama(intermediate_size=512).model.requires_grad_(False)
-    for name, linear in [(n, m) for n, m in model.named_modules() if isinstance(m, nn.Linear) and n != "lm_head"]:
+    for name, linear in [(n, m) for n, m in model.requires_grad_(False).named_modules() if isinstance(m, nn.Linear) and n not in kept]:
         packed = bnb.nn.Linear4bit(linear.in_features, linear.out_features, bias=False, compute_dtype=torch.float32)
         packed.weight = bnb.nn.Params4bit(linear.weight.data, requires_grad=False, quant_type="nf4", compress_statistics=True)
         model.set_submodule(name, packed.to("cpu"))
+    return model
+
+
+def qlora() -> Case:
+    model = packed_4bit(llama(intermediate_size=512).model, "lm_head")
     return _lora(Case(model, tokens()), target_modules=["q_proj", "v_proj", "down_proj"])
 
 
