@@ -97,7 +97,7 @@ def rows(family: str, device: str, simulated: SimulatedDevice | None = None, fra
             continue
         run = train(model, case, torch.device(device))
         session: Session = model.fxoffload  # type: ignore[assignment]
-        measured = simulated.max_memory_allocated() - base if simulated is not None else session.meter.peak_bytes  # type: ignore[union-attr]
+        measured = session.meter.peak_bytes if simulated is None else simulated.max_memory_allocated() - base  # type: ignore[union-attr]
         row = _row(family, device, fraction, budget, session, measured, run, expected)
         if free is None:
             free, alone = row, op_alone_bytes(session)
