@@ -26,6 +26,8 @@ log = logging.getLogger("fxoffload")
 # What a measurement may fail with on a machine that lacks something: torch raises RuntimeError (out of memory and driver errors
 # included), AssertionError where it was built without a device, NotImplementedError and TypeError for a dtype without a kernel.
 FAILURES = (RuntimeError, AssertionError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, OSError, MemoryError, ImportError)
+# More than libraries keep for themselves (tens of MiB each), less than any item's operands that matter.
+_WORKSPACE_BYTES = 512 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +95,10 @@ def _bench(device: torch.device, deadline: Deadline, disk_dir: Path | None) -> B
 
 
 def _free(device: torch.device) -> None:
-    gc.collect()
+    """Gives device memory back before the next item; what an exception or an optimizer keeps in a cycle is worth a collection."""
     if device.type == "cuda":
+        if torch.cuda.memory_allocated(device) > _WORKSPACE_BYTES:
+            gc.collect()
         torch.cuda.empty_cache()
 
 
