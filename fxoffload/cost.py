@@ -91,11 +91,16 @@ def _attention_s(work: Work, machine: Machine) -> float:
     matrix, share = _matrix_rate(work.dtype, machine)
     if not machine.attention:
         return matrix.latency_s + work.n_flops / (matrix.flops_per_s * share * _ATTENTION_SHARE)
-    rate = min(machine.attention, key=lambda rate: (rate.dtype != work.dtype, abs(math.log(rate.head_dim / max(work.head_dim, 1))), rate.head_dim))
+    rate = min(machine.attention, key=lambda rate: (rate.dtype != work.dtype, _apart(rate.head_dim, work.head_dim), rate.head_dim))
     curve = rate.forward if work.kind == "attention_forward" else rate.backward
     measured, measured_share = _matrix_rate(rate.dtype, machine)
     slower = measured.flops_per_s * measured_share / (matrix.flops_per_s * share)
     return curve.seconds(work.n_flops) * max(slower, 1.0)
+
+
+def _apart(a: int, b: int) -> float:
+    """How far two sizes are from each other, as a factor's logarithm."""
+    return abs(math.log(a / max(b, 1)))
 
 
 def _host_tier(node: fx.Node, spec: ops.Spec) -> Tier:

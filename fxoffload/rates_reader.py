@@ -183,7 +183,8 @@ def _axis(raw: object, where: str) -> tuple[int, ...]:
 
 def _grid(raw: object, axes: list[tuple[int, ...]], where: str) -> tuple[tuple[tuple[float, ...], ...], ...]:
     """`raw` as nested tuples of the axes' lengths, in which no step along an axis takes fewer seconds."""
-    seconds = tuple(tuple(_row(row, len(axes[2]), where) for row in _sized(plane, len(axes[1]), where)) for plane in _sized(raw, len(axes[0]), where))
+    n_m, n_k, n_n = (len(axis) for axis in axes)
+    seconds = tuple(tuple(_row(row, n_n, where) for row in _sized(plane, n_k, where)) for plane in _sized(raw, n_m, where))
     for i, plane in enumerate(seconds):
         for j, row in enumerate(plane):
             for l, s in enumerate(row):
@@ -211,9 +212,8 @@ def _attention(section: Section) -> AttentionRate:
 
 
 def _transfers(section: Section) -> Transfers:
-    curves = {
-        name: section.maybe(name, lambda name: _curve(section.section(name))) for name in ("h2d_pinned", "h2d_pageable", "d2h_pinned", "d2h_pageable")
-    }
+    names = ("h2d_pinned", "h2d_pageable", "d2h_pinned", "d2h_pageable")
+    curves = {name: section.maybe(name, lambda name: _curve(section.section(name))) for name in names}
     for channel in ("h2d", "d2h"):
         if curves[f"{channel}_pinned"] is None and curves[f"{channel}_pageable"] is None:
             raise ValueError(f"{section.path(channel)}_pageable: missing")

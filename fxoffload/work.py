@@ -8,11 +8,17 @@ from dataclasses import dataclass
 import torch
 import torch.fx as fx
 
-from .graph import Bounds, op_name, operands, tensor_bytes, tensors_in
+from .graph import Bounds, op_name, tensor_bytes, tensors_in
 
 _DTYPE_WORDS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-_CREATED = frozenset("arange empty empty_like full full_like new_empty new_full new_ones new_zeros ones ones_like rand randn scalar_tensor zeros zeros_like".split())
-_COPIES = frozenset("_to_copy cat clone constant_pad_nd copy copy_ flip repeat roll select_backward select_scatter slice_backward slice_scatter stack".split())
+_CREATED = frozenset(
+    "arange empty empty_like full full_like new_empty "
+    "new_full new_ones new_zeros ones ones_like rand randn scalar_tensor zeros zeros_like".split()
+)
+_COPIES = frozenset(
+    "_to_copy cat clone constant_pad_nd copy copy_ flip repeat roll select_backward "
+    "select_scatter slice_backward slice_scatter stack".split()
+)
 _REDUCTIONS = frozenset(
     "_fused_rms_norm _fused_rms_norm_backward all amax amin any argmax argmin linalg_vector_norm max mean min native_batch_norm "
     "native_batch_norm_backward native_group_norm native_group_norm_backward native_layer_norm native_layer_norm_backward prod sum var "
@@ -53,7 +59,7 @@ def work_of(node: fx.Node, bounds: Bounds) -> Work:
 
 def touched_bytes(node: fx.Node, bounds: Bounds) -> int:
     """Bytes of the node's operands and results, each once."""
-    values = [v for o in operands(node) for v in tensors_in(o.meta.get("val"))] + tensors_in(node.meta.get("val"))
+    values = [v for o in node.all_input_nodes for v in tensors_in(o.meta.get("val"))] + tensors_in(node.meta.get("val"))
     return sum(tensor_bytes(v, bounds) for v in values)
 
 
@@ -79,7 +85,7 @@ def _moved_bytes(name: str, node: fx.Node, bounds: Bounds) -> int:
     if name in _CREATED:
         return written
     if name in _GATHERS:
-        read = [v for o in list(operands(node))[1:] for v in tensors_in(o.meta.get("val"))]
+        read = [v for o in node.all_input_nodes[1:] for v in tensors_in(o.meta.get("val"))]
         return 2 * written + sum(tensor_bytes(v, bounds) for v in read)
     return touched_bytes(node, bounds)
 

@@ -69,8 +69,8 @@ def test_a_lookup_reads_its_rows_and_not_the_table() -> None:
 
 
 @pytest.mark.parametrize(("line", "kind"), [
-    ("aten.relu %x", "pointwise"), ("aten.add.Tensor %x, %z", "binary"), ("aten.clone %x", "copy"), ("aten._softmax %x, -1, false", "softmax"),
-    ("aten.cumsum %x, 0", "unknown"), ("aten.zeros_like %x", "copy"),
+    ("aten.relu %x", "pointwise"), ("aten.add.Tensor %x, %z", "binary"), ("aten.clone %x", "copy"),
+    ("aten._softmax %x, -1, false", "softmax"), ("aten.cumsum %x, 0", "unknown"), ("aten.zeros_like %x", "copy"),
 ])
 def test_an_op_has_the_kind_of_its_kernel(line: str, kind: str) -> None:
     used = "" if "%z" in line else "%u: f32[64,64] = aten.clone %z\n"
@@ -131,7 +131,10 @@ def test_equal_nodes_are_priced_once() -> None:
 
 
 def swapped(tier: str) -> float:
-    lines = f"%w: f32[1024,1024]@{tier} = input {{role=parameter, fqn=\"w\"}}\n%y: f32[1024,1024] = fxo.swap_in %w, device\n%z: f32[1024,1024] = fxo.wait %y\n"
+    lines = (
+        f'%w: f32[1024,1024]@{tier} = input {{role=parameter, fqn="w"}}\n%y: f32[1024,1024] = fxo.swap_in %w, device\n'
+        "%z: f32[1024,1024] = fxo.wait %y\n"
+    )
     nodes, bounds = graph_of(lines, "%z")
     channel, s = node_s(nodes["y"], bounds, H200)
     assert channel is Channel.H2D and node_s(nodes["z"], bounds, H200)[1] == 0.0
@@ -193,9 +196,8 @@ def test_an_optimizer_elsewhere_is_refused() -> None:
 
 
 def test_the_nearest_head_dimension_prices_attention() -> None:
-    rates = tuple(
-        dataclasses.replace(load_machine("rtx3090").attention[0], head_dim=d, forward=Curve(0.0, rate)) for d, rate in ((64, 1e12), (256, 1e13))
-    )
+    (any_dim,) = load_machine("rtx3090").attention
+    rates = tuple(dataclasses.replace(any_dim, head_dim=d, forward=Curve(0.0, rate)) for d, rate in ((64, 1e12), (256, 1e13)))
     machine: Machine = dataclasses.replace(load_machine("rtx3090"), attention=rates)
     near64, near256 = (Work("attention_forward", "bf16", 8, 10**12, head_dim=d) for d in (80, 200))
     assert (seconds(near64, machine), seconds(near256, machine)) == (pytest.approx(1.0), pytest.approx(0.1))

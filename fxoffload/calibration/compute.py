@@ -53,7 +53,8 @@ def attention(bench: Bench) -> list[Json]:
     rates: list[Json] = []
     for i, head_dim in enumerate(_HEAD_DIMS):
         part = bench.deadline.share(1 / (len(_HEAD_DIMS) - i))
-        sizes = {2 * heads * length * length * head_dim: (heads, length) for heads, length in (_ATTENTIONS if bench.is_cuda else _CPU_ATTENTIONS)}
+        shapes = _ATTENTIONS if bench.is_cuda else _CPU_ATTENTIONS
+        sizes = {2 * heads * length * length * head_dim: (heads, length) for heads, length in shapes}
         forward = sweep(sizes, lambda n, limit_s: bench.clock.seconds(_attend(bench, *sizes[n], head_dim), limit_s), part.share(1 / 3))
         backward = sweep(sizes, lambda n, limit_s: bench.clock.seconds(_attend_backward(bench, *sizes[n], head_dim), limit_s), part)
         backward_flops = [(n * 5 // 2, s) for n, s in backward]  # five products after two

@@ -70,9 +70,8 @@ def duplex(bench: Bench) -> dict[str, float]:
         for copies in ways.values():
             copies.issue(n_copies, start)
         torch.cuda.synchronize()
-    return {
-        f"duplex_{channel.value}_bytes_per_s": n_copies * _LONG_BYTES / (start.elapsed_time(copies.end) * 1e-3) for channel, copies in ways.items()
-    }
+    seconds = {channel: start.elapsed_time(copies.end) * 1e-3 for channel, copies in ways.items()}
+    return {f"duplex_{channel.value}_bytes_per_s": n_copies * _LONG_BYTES / s for channel, s in seconds.items()}
 
 
 def contention(bench: Bench, kind: str) -> float:

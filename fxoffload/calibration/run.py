@@ -25,7 +25,9 @@ log = logging.getLogger("fxoffload")
 
 # What a measurement may fail with on a machine that lacks something: torch raises RuntimeError (out of memory and driver errors
 # included), AssertionError where it was built without a device, NotImplementedError and TypeError for a dtype without a kernel.
-FAILURES = (RuntimeError, AssertionError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, OSError, MemoryError, ImportError)
+FAILURES = (
+    RuntimeError, AssertionError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, OSError, MemoryError, ImportError,
+)
 # More than libraries keep for themselves (tens of MiB each), less than any item's operands that matter.
 _WORKSPACE_BYTES = 512 << 20
 
@@ -59,7 +61,8 @@ def items() -> list[Item]:
     result.append(Item("host.pin_bytes_per_s", 2, copies.pinning, cuda_only=True))
     for place in ("device", "host"):
         result += [
-            Item(f"optimizer_params_per_s.{place}.{how}_{dtype}", 1.5, partial(host.optimizer, place=place, implementation=how, dtype=dtype),
+            Item(f"optimizer_params_per_s.{place}.{how}_{dtype}", 1.5,
+                 partial(host.optimizer, place=place, implementation=how, dtype=dtype),
                  cuda_only=place == "device")
             for how in ("fused", "foreach") for dtype in ("fp32", "bf16")
         ]
