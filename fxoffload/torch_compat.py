@@ -174,3 +174,8 @@ def source_names(gm: fx.GraphModule) -> list[str | None]:
         name = source.name
         names.append(name() if callable(name) else name)
     return names
+
+
+def device_sleep(cycles: int) -> None:
+    """Keeps the current CUDA stream busy for `cycles` of the device's clock (torch.cuda._sleep)."""
+    torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]

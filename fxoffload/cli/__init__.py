@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from fxoffload.cli import check, diff, inspect, opt, plan, train
+from fxoffload.cli import calibrate, check, diff, inspect, opt, plan, train
 from fxoffload.errors import PlanError, VerifyError
 
 FAILED, BAD_ARGUMENTS, INTERRUPTED = 1, 2, 130
@@ -25,7 +25,7 @@ app = typer.Typer(
     add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
     help="A memory compiler for PyTorch training: plan and train inside byte budgets.",
 )
-for _command in (plan, train, inspect, diff, opt, check):
+for _command in (plan, train, inspect, diff, opt, calibrate, check):
     app.command(_command.__name__.rpartition(".")[2])(_command.run)
 
 
