@@ -145,6 +145,7 @@ def eight_b(layers: int, budget: str, n: int, size: int, length: int) -> dict[st
     engine = model.fxoffload.engine
     losses, seconds, _ = steps(model, batch(size, length, "cuda"), n)
     before = dict(engine.moved_bytes)
+    busy = profiled(model, batch(size, length, "cuda"))
     plan = model.fxoffload.plan
     result = {
         "layers": layers, "budget_bytes": parse_bytes(budget), "reserved_bytes": torch.cuda.max_memory_reserved(),
@@ -152,12 +153,32 @@ def eight_b(layers: int, budget: str, n: int, size: int, length: int) -> dict[st
         "predicted_step_s": plan.predicted.step_s, "compile_s": compile_s, "first_step_s": seconds[0],
         "step_s": statistics.median(seconds[2:]), "step_s_all": seconds, "tokens_per_s": size * length / statistics.median(seconds[2:]),
         "moved_bytes_per_step": {k: v / n for k, v in before.items()}, "decisions": plan.count(), "losses": losses,
-        "context_bytes": context, "plan_id": plan.id,
+        "context_bytes": context, "plan_id": plan.id, "busy_s": busy, "machine": plan.machine,
         "parameters_on_device_bytes": sum(r.n_bytes for r in plan.residency if r.tier.value == "device"),
     }
     model.fxoffload.close()
     torch.cuda.set_per_process_memory_fraction(1.0)
     return result
+
+
+def profiled(model: nn.Module, data: dict[str, torch.Tensor]) -> dict[str, float]:
+    """Seconds that kernels and copies of one forward and backward are at work on the device, and its wall time (while profiled)."""
+    from torch.profiler import ProfilerActivity, profile
+
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as trace:
+        started = time.perf_counter()
+        model(**data).loss.backward()
+        torch.cuda.synchronize()
+        wall = time.perf_counter() - started
+    model.zero_grad(set_to_none=True)
+    found = {"wall": wall, "h2d": 0.0, "d2h": 0.0, "kernels": 0.0, "n_kernels": 0.0}
+    for event in trace.events():
+        kind = "h2d" if "HtoD" in event.name else "d2h" if "DtoH" in event.name else "kernels"
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            found[kind] += event.device_time_total / 1e6
+            found["n_kernels"] += kind == "kernels"
+    return found
 
 
 def main() -> None:

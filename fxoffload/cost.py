@@ -56,13 +56,10 @@ def flops(node: fx.Node, bounds: Bounds) -> int:
 
 
 def seconds(work: Work, machine: Machine) -> float:
-    """Seconds of a kernel: its measured rate, no less than its bytes take (roofline), no less than the CPU takes to issue it.
-
-    The last is exact where small ops follow each other, and an upper bound where they hide behind large ones.
-    """
+    """Seconds of a kernel: its measured rate, no less than its bytes take (roofline). Issuing it is the schedule's matter."""
     known = machine.known_s.get(work)
     if known is None:
-        known = machine.known_s[work] = max(_kernel_s(work, machine), machine.dispatch_s or 0.0)
+        known = machine.known_s[work] = _kernel_s(work, machine)
     return known
 
 

@@ -27,12 +27,13 @@ _SLACK = 1.5
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Seconds of every event of a Schedule, and of copies of that many bytes."""
+    """Seconds of every event of a Schedule, of copies of that many bytes, and of issuing one event."""
 
     event_s: Sequence[float]
     h2d_s: Callable[[int], float]
     d2h_s: Callable[[int], float]
     overlaps: bool
+    dispatch_s: float = 0.0
 
     @staticmethod
     def of(schedule: Schedule, bounds: Bounds, machine: Machine) -> Rates:
@@ -40,7 +41,8 @@ class Rates:
         costs = (node_s(schedule.live.nodes[event.index], bounds, machine) for event in schedule.events)
         event_s = [seconds if channel is Channel.COMPUTE else 0.0 for channel, seconds in costs]
         return Rates(
-            event_s, lambda n: machine.transfer_s(n, Channel.H2D), lambda n: machine.transfer_s(n, Channel.D2H), machine.overlaps)
+            event_s, lambda n: machine.transfer_s(n, Channel.H2D), lambda n: machine.transfer_s(n, Channel.D2H), machine.overlaps,
+            machine.dispatch_s or 0.0)
 
 
 def overlapped(schedule: Schedule, found: Scan, capacity_bytes: int | None, rates: Rates) -> Scan:
@@ -113,7 +115,7 @@ class _Run:
 
     def __init__(self, schedule: Schedule, found: Scan, rates: Rates) -> None:
         self.schedule, self.rates = schedule, rates
-        self.now = self.h2d = self.d2h = 0.0
+        self.now = self.issued = self.h2d = self.d2h = 0.0
         self.on_host: dict[Storage, float] = {}
         self.arrived: dict[Load, float] = {}
         self.starting: dict[int, list[Load]] = defaultdict(list)
@@ -136,13 +138,15 @@ class _Run:
                 self.h2d = self.arrived[load] = begin + self.rates.h2d_s(load.storage.n_bytes)
             for load in self.awaited.get(event.index, ()):
                 self.now = max(self.now, self.arrived[load])
-            self.now += seconds
+            self.issued += self.rates.dispatch_s
+            self.now = max(self.now, self.issued) + seconds
             for spill in self.leaving.get(event.index, ()):
                 self.on_host[spill.storage] = self._send(spill.storage.n_bytes)
             if _is_sink(self.schedule.live.nodes[event.index]):
                 at = self.until.get(event.index, event.index)
                 self.sunk[at] = max(self.sunk[at], self._send(_bytes(event)))
-            self.now = max(self.now, self.sunk.get(event.index, 0.0), *(self.on_host.get(s.storage, 0.0) for s in self.left.get(event.index, ())))
+            left = [self.on_host.get(spill.storage, 0.0) for spill in self.left.get(event.index, ())]
+            self.now = max(self.now, self.sunk.get(event.index, 0.0), *left)
         return max(self.now, self.h2d, self.d2h)
 
     def _send(self, n_bytes: int) -> float:

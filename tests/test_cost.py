@@ -116,11 +116,10 @@ def test_a_product_is_never_faster_than_its_bytes() -> None:
     assert seconds(thin, H200) >= (1 << 30) / H200.device_bytes_per_s
 
 
-def test_a_small_op_costs_what_issuing_it_costs() -> None:
+def test_what_issuing_costs_is_no_part_of_a_kernel() -> None:
     slow_host: Machine = dataclasses.replace(H200, dispatch_s=1e-4)
-    assert seconds(make_work("pointwise", "bf16", 1, 1), slow_host) == 1e-4
-    large = make_work("pointwise", "bf16", 1 << 15, 1 << 15)
-    assert seconds(large, slow_host) == seconds(large, H200)
+    assert seconds(make_work("pointwise", "bf16", 1, 1), slow_host) < 1e-4
+
 
 
 def test_equal_nodes_are_priced_once() -> None:
