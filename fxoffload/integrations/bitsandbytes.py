@@ -15,6 +15,7 @@ from torch import nn
 
 from .. import ops
 
+META = torch.device("meta")
 _TABLES = ("code", "offset", "state2.absmax", "state2.code")
 
 
@@ -30,6 +31,49 @@ class StateTensor:
     def tensor(self) -> torch.Tensor:
         """The tensor itself."""
         return getattr(self.holder, self.attribute)  # type: ignore[no-any-return]
+
+
+def quantizer_for(quantization: Any, stored: Any = None) -> Any:
+    """Transformers' quantizer for a BitsAndBytesConfig, None without one. Raises ValueError for anything but 4-bit weights.
+
+    `stored`: the quantization that a model folder's config records. It wins over the caller's, as in transformers.
+    """
+    from transformers.quantizers import AutoHfQuantizer
+
+    chosen = quantization if stored is None else AutoHfQuantizer.merge_quantization_configs(stored, quantization)
+    if chosen is None:
+        return None
+    if not getattr(chosen, "load_in_4bit", False):
+        raise ValueError(f"quantization: only bitsandbytes' 4-bit weights can be planned, not {_kind(chosen)}")
+    return AutoHfQuantizer.from_config(chosen, pre_quantized=stored is not None)
+
+
+def pack_without_weights(model: nn.Module, dtype: torch.dtype) -> None:
+    """Gives every 4-bit layer of a model on the meta device the packed weight and the state that weights of `dtype` would get.
+
+    bitsandbytes itself says what they look like: its quantization runs on meta tensors.
+    """
+    from bitsandbytes import functional
+    from bitsandbytes.nn import Linear4bit, Params4bit
+
+    # bitsandbytes keeps the table of 8-bit codes of its first call for all later ones: that call must not be on meta.
+    functional.quantize_blockwise(torch.zeros(1))
+    for module in model.modules():
+        if isinstance(module, Linear4bit):
+            plain = module.weight
+            weight = torch.empty(module.out_features, module.in_features, dtype=dtype, device=META)
+            packed, module.quant_state = functional.quantize_4bit(
+                weight, blocksize=plain.blocksize, compress_statistics=plain.compress_statistics, quant_type=plain.quant_type,
+                quant_storage=plain.quant_storage)
+            module.weight = Params4bit(packed, **{**plain.__dict__, "quant_state": module.quant_state, "bnb_quantized": True})
+            if module.bias is not None:
+                module.bias.requires_grad_()  # as for every unpacked weight that is loaded
+
+
+def _kind(quantization: Any) -> str:
+    if getattr(quantization, "load_in_8bit", False):
+        return "its 8-bit ones"
+    return getattr(quantization, "quant_method", None) or type(quantization).__name__
 
 
 def scales(model: nn.Module) -> Iterator[StateTensor]:
@@ -53,7 +97,7 @@ def move_tables(model: nn.Module, device: torch.device) -> bool:
     moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     for state in list(tables(model)):
         tensor = state.tensor
-        if tensor.device != device:
+        if tensor.device not in (device, META):
             state.holder.__dict__[state.attribute] = moved.setdefault(id(tensor), (tensor, tensor.to(device)))[1]
     return bool(moved)
 
