@@ -9,6 +9,7 @@ import logging
 import os
 import sys
 import traceback
+import warnings
 from collections.abc import Sequence
 from typing import Annotated
 
@@ -40,6 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     debug = "--debug" in words
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # models come from local folders; HF_HUB_OFFLINE=0 in the shell overrules
     logging.basicConfig(format="%(message)s", level=logging.WARNING, stream=sys.stderr)
+    warnings.simplefilter("default" if debug else "ignore", FutureWarning)  # of our libraries about each other: no user can act on them
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns about kernels from the hub that nobody asked for
     logging.getLogger("fxoffload").setLevel(logging.DEBUG if debug else logging.INFO)
     try:
@@ -65,7 +67,8 @@ def _message(error: BaseException) -> str:
     if isinstance(error, _USAGE_ERROR):
         return str(error.format_message())  # type: ignore[attr-defined]  # str() leaves the option's name out
     if isinstance(error, OSError):
-        return error.strerror or str(error)
+        reason = error.strerror or str(error)
+        return f"{error.filename}: {reason}" if error.filename else reason
     if isinstance(error, (ValueError, PlanError, VerifyError, FloatingPointError)):
         return str(error)
     return f"{type(error).__name__}: {error} (--debug shows where)"
