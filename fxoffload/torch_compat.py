@@ -22,6 +22,8 @@ from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
 from torch._dynamo.backends.common import aot_autograd as _aot_autograd
 from torch.utils._python_dispatch import _disable_current_modes
 
+from .errors import PlanError
+
 
 def boxed_codegen() -> fx.CodeGen:
     """Code whose function takes one list and empties it (torch.fx.graph._BoxedCodeGen)."""
@@ -109,9 +111,14 @@ def allow_second_backward() -> None:
 CAPTURE_FAILURES = (torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit)
 
 
-def inner_error(error: Exception) -> Exception | None:
-    """What our backend raised when that is the failure, else None."""
-    return error.inner_exception if isinstance(error, torch._dynamo.exc.BackendCompilerFailed) else None
+def inner_error(error: BaseException) -> BaseException | None:
+    """What our backend raised, or one of our ops while it was traced, when that is the failure, else None."""
+    if isinstance(error, torch._dynamo.exc.BackendCompilerFailed):
+        return error.inner_exception
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, PlanError):
+        cause = cause.__cause__ or cause.__context__
+    return cause
 
 
 def failure_text(error: Exception) -> str:

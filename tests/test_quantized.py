@@ -20,11 +20,12 @@ from fxoffload.places import named_constants, named_weights
 
 pytestmark = pytest.mark.integration
 BATCHES = [tokens(seed=i) for i in range(3)]
-TIGHT = "430KiB"
+TIGHT = "400KiB"
 FORMATS: dict[str, dict[str, Any]] = {
     "nf4, scales quantized too": dict(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=torch.bfloat16),
     "fp4": dict(load_in_4bit=True, bnb_4bit_quant_type="fp4", llm_int8_skip_modules=["lm_head", "gate_proj"]),
+    "int8": dict(load_in_8bit=True),
 }
 
 
@@ -67,7 +68,7 @@ def test_a_plan_from_the_config_is_the_real_models_and_runs_it(folder: Path, nam
     planned = fxoffload.plan(
         config(), (2, 32), quantization=quantization, lora=adapters(), device_budget=TIGHT, machine="cpu")
     assert planned == fxoffload.plan(real, BATCHES[0], device_budget=TIGHT, machine="cpu")
-    assert {"Gather", "Recompute"} <= {type(d).__name__ for d in planned.decisions}
+    assert planned.count()["gather"] > 20 and planned.count()["swapout"] > 10
     plain = copy.deepcopy(real)
     compiled = fxoffload.compile(real, BATCHES[0], device="cpu", device_budget=TIGHT, machine="cpu", plan=planned, replan=False)
     assert train(compiled, BATCHES) == train(plain, BATCHES)
@@ -87,6 +88,20 @@ def test_the_quantization_that_a_folder_records_is_planned(folder: Path, tmp_pat
     quantization = tf.BitsAndBytesConfig(**FORMATS["fp4"])
     tf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, quantization_config=quantization).save_pretrained(tmp_path)
     assert described(model_without_weights(tmp_path)) == described(tf.AutoModelForCausalLM.from_pretrained(tmp_path))
+
+
+def test_8_bit_weights_under_autocast_are_refused_with_one_sentence(folder: Path) -> None:
+    real = quantized(folder, tf.BitsAndBytesConfig(load_in_8bit=True))
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(fxoffload.PlanError, match="^8-bit weights under autocast") as refused:
+        fxoffload.compile(real, BATCHES[0], device="cpu", device_budget="1MiB")
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "quantization", [tf.BitsAndBytesConfig(load_in_8bit=True, llm_int8_has_fp16_weight=True), tf.HqqConfig(), tf.BitsAndBytesConfig()])
+def test_other_quantizations_are_refused_before_anything_is_built(quantization: Any) -> None:
+    with pytest.raises(ValueError, match="^quantization: "):
+        fxoffload.plan(config(), (2, 32), quantization=quantization, device_budget="1MiB")
 
 
 def test_planning_leaves_the_config_and_bitsandbytes_as_they_were(folder: Path) -> None:
