@@ -105,7 +105,7 @@ def _product(name: str, node: fx.Node, bounds: Bounds) -> Work | None:
     elif name in ("_grouped_mm", "grouped_mm_fallback", "grouped_mm_fallback_backward"):
         (m, k), weight = _shapes(node, bounds, 0, 1)
         return _matrix_work(node, bounds, (m, k, weight[-1]), 2 if "backward" in name else 1)
-    elif name == "gemm_4bit":  # bitsandbytes: rows times a packed weight
+    elif name in ("gemm_4bit", "linear_8bit"):  # bitsandbytes: rows times a packed weight
         source, (out,) = _shapes(node, bounds, 0)[0], tensors_in(node.meta["val"])
         m, k, n = math.prod(source[:-1]), source[-1], bounds.shape_of(out)[-1]
     else:

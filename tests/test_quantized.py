@@ -98,7 +98,7 @@ def test_8_bit_weights_under_autocast_are_refused_with_one_sentence(folder: Path
 
 
 @pytest.mark.parametrize(
-    "quantization", [tf.BitsAndBytesConfig(load_in_8bit=True, llm_int8_has_fp16_weight=True), tf.HqqConfig(), tf.BitsAndBytesConfig()])
+    "quantization", [tf.BitsAndBytesConfig(load_in_8bit=True, llm_int8_has_fp16_weight=True), tf.FineGrainedFP8Config(), tf.BitsAndBytesConfig()])
 def test_other_quantizations_are_refused_before_anything_is_built(quantization: Any) -> None:
     with pytest.raises(ValueError, match="^quantization: "):
         fxoffload.plan(config(), (2, 32), quantization=quantization, device_budget="1MiB")
