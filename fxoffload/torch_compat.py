@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import weakref
 from collections.abc import Callable, Iterator
 from types import CodeType
@@ -106,6 +107,14 @@ def allow_second_backward() -> None:
     metadata = torch._guards.TracingContext.get().fw_metadata
     if metadata is not None:
         metadata.bw_donated_idxs = []
+
+
+def use_expandable_segments() -> None:
+    """The CUDA caching allocator grows segments in place from now on (torch._C._accelerator_setAllocatorSettings); what the process
+    has in its environment stays, also when it says that they must not grow."""
+    known = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
+    if "expandable_segments" not in known:
+        torch._C._accelerator_setAllocatorSettings(",".join(filter(None, [known, "expandable_segments:True"])))
 
 
 CAPTURE_FAILURES = (torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit)
