@@ -39,7 +39,7 @@ def config(layers: int) -> transformers.LlamaConfig:
         vocab_size=128256, max_position_embeddings=8192, rope_theta=500000.0, dtype=torch.bfloat16)
 
 
-def lora_model(layers: int, device: str) -> nn.Module:
+def lora_model(layers: int, device: str, adapters: torch.dtype = torch.float32) -> nn.Module:
     """A bf16 Llama with LoRA r=16 on all linears, random weights drawn on the card (the CPU would take minutes)."""
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(config(layers)).to(torch.bfloat16)
@@ -55,7 +55,11 @@ def lora_model(layers: int, device: str) -> nn.Module:
     rotary = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(config(layers))
     model.model.rotary_emb = rotary.to(device)
     torch.manual_seed(1)
-    return peft.get_peft_model(model, peft.LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM")).train()
+    model = peft.get_peft_model(model, peft.LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM")).train()
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(adapters)
+    return model
 
 
 def batch(size: int, length: int, device: str) -> dict[str, torch.Tensor]:
@@ -132,9 +136,9 @@ def jolt(model: nn.Module) -> None:
             parameter.data.copy_(torch.randn(parameter.shape) * 0.01)
 
 
-def eight_b(layers: int, budget: str, n: int, size: int, length: int) -> dict[str, Any]:
+def eight_b(layers: int, budget: str, n: int, size: int, length: int, adapters: str) -> dict[str, Any]:
     """One run of the LoRA step of 8B shape inside `budget`."""
-    model = lora_model(layers, "cpu")
+    model = lora_model(layers, "cpu", {"bf16": torch.bfloat16, "fp32": torch.float32}[adapters])
     forget()
     total = torch.cuda.get_device_properties(0).total_memory
     context = total - torch.cuda.mem_get_info()[0]
@@ -145,19 +149,43 @@ def eight_b(layers: int, budget: str, n: int, size: int, length: int) -> dict[st
     engine = model.fxoffload.engine
     losses, seconds, _ = steps(model, batch(size, length, "cuda"), n)
     before = dict(engine.moved_bytes)
+    busy = profiled(model, batch(size, length, "cuda"))
     plan = model.fxoffload.plan
     result = {
-        "layers": layers, "budget_bytes": parse_bytes(budget), "reserved_bytes": torch.cuda.max_memory_reserved(),
+        "layers": layers, "adapters": adapters, "allocator_retries": torch.cuda.memory_stats()["num_alloc_retries"],
+        "budget_bytes": parse_bytes(budget), "reserved_bytes": torch.cuda.max_memory_reserved(),
         "allocated_bytes": torch.cuda.max_memory_allocated(), "predicted_bytes": plan.predicted.device_peak_bytes,
         "predicted_step_s": plan.predicted.step_s, "compile_s": compile_s, "first_step_s": seconds[0],
         "step_s": statistics.median(seconds[2:]), "step_s_all": seconds, "tokens_per_s": size * length / statistics.median(seconds[2:]),
         "moved_bytes_per_step": {k: v / n for k, v in before.items()}, "decisions": plan.count(), "losses": losses,
-        "context_bytes": context, "plan_id": plan.id,
+        "context_bytes": context, "plan_id": plan.id, "busy_s": busy, "machine": plan.machine,
         "parameters_on_device_bytes": sum(r.n_bytes for r in plan.residency if r.tier.value == "device"),
     }
     model.fxoffload.close()
     torch.cuda.set_per_process_memory_fraction(1.0)
     return result
+
+
+def profiled(model: nn.Module, data: dict[str, torch.Tensor]) -> dict[str, float]:
+    """Seconds that kernels and copies of one forward and backward are at work on the device, and its wall time (while profiled)."""
+    from torch.profiler import ProfilerActivity, profile
+
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as trace:
+        started = time.perf_counter()
+        model(**data).loss.backward()
+        torch.cuda.synchronize()
+        wall = time.perf_counter() - started
+    model.zero_grad(set_to_none=True)
+    found = {"wall": wall, "h2d": 0.0, "d2h": 0.0, "kernels": 0.0, "n_kernels": 0.0}
+    for average in sorted(trace.key_averages(), key=lambda a: -a.device_time_total)[:25]:
+        print(f"{average.device_time_total / 1e6:.4f} s {average.count:6d} {average.key[:110]}", file=sys.stderr)
+    for event in trace.events():
+        kind = "h2d" if "HtoD" in event.name else "d2h" if "DtoH" in event.name else "kernels"
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            found[kind] += event.device_time_total / 1e6
+            found["n_kernels"] += kind == "kernels"
+    return found
 
 
 def main() -> None:
@@ -168,6 +196,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--adapters", choices=("bf16", "fp32"), default="bf16")
     parser.add_argument("--out")
     arguments = parser.parse_args()
     rows = []
@@ -175,7 +204,7 @@ def main() -> None:
         if arguments.what == "exactness":
             rows.append(exactness(budget))
         else:
-            rows.append(eight_b(arguments.layers, budget, arguments.steps, arguments.batch, arguments.length))
+            rows.append(eight_b(arguments.layers, budget, arguments.steps, arguments.batch, arguments.length, arguments.adapters))
         print(json.dumps(rows[-1]), flush=True)
         forget()
     if arguments.out:

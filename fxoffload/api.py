@@ -99,12 +99,14 @@ def plan(
     numerics: str = "bitwise",
     pins: Sequence[Pin] = (),
     dump_dir: str | Path | None = None,
+    report: str | Path | None = None,
 ) -> Plan:
     """The Plan of one training step, made with no accelerator and no weights.
 
     `model_or_config`: a module (left equal in every attribute), a transformers config, a model folder or a bare config.json.
     `batch_or_spec`: a sample batch, a mapping of name to (shape, dtype), or (batch, sequence). `lora` and `quantization` are PEFT's and
-    transformers' own configs. Raises PlanError when it does not fit and ValueError for a bad argument.
+    transformers' own configs; of the latter, bitsandbytes in 4 bits. `report`: a file for the page with the memory timeline. Raises
+    PlanError when it does not fit and ValueError for a bad argument.
     """
     _check_choices(outputs=outputs, numerics=numerics)
     chosen = load_machine(machine) if machine is not None else load_machine("h200")
@@ -125,6 +127,8 @@ def plan(
         with heap_at_rest():
             session.router.capture(args, kwargs)
         assert session.plan is not None
+        if report is not None:
+            session.report(report)
         return session.plan
     finally:
         session.close()

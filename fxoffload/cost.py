@@ -1,84 +1,141 @@
-"""Seconds of a node on a Machine: a roofline over its FLOPs and bytes, or a copy over its channel."""
+"""Seconds of a node and of an optimizer step on a Machine: measured rates where it has them, else conservative priors."""
 
 from __future__ import annotations
+
+import logging
+import math
 
 import torch
 import torch.fx as fx
 
 from . import ops
-from .effects import Channel
-from .graph import Bounds, operands, tensor_bytes, tensors_in
-from .liveness import is_view
+from .effects import Channel, Tier
+from .graph import Bounds, info, op_name, tensor_bytes, tensors_in
+from .liveness import is_view, view_source
 from .machine import Machine
+from .rates import MatrixRate
+from .work import Work, touched_bytes, work_of
 
-_DTYPE_WORDS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+__all__ = ["flops", "node_s", "optimizer_s", "seconds", "touched_bytes"]
 
+log = logging.getLogger("fxoffload")
 
-def flops(node: fx.Node, bounds: Bounds) -> int:
-    """Floating-point operations of a matrix-like node at the bounds, 0 for all others.
+# An op of unknown kind: as the slowest kind, its bytes twice, since a composite kernel passes over them more than once.
+_UNKNOWN_PASSES = 2
+# Share of the matrix rate that attention reaches where it is unmeasured: the lower of FlashAttention-2's figures (A100, causal).
+_ATTENTION_SHARE = 0.35
+# A dtype that has no measured rate: half the slowest known one.
+_UNKNOWN_DTYPE_SHARE = 0.5
 
-    mm 2mkn, bmm 2bmkn; attention 4bhqkd forward (two products), 10bhqkd backward (five), both halved when causal; convolution
-    2 x output elements x kernel elements per output channel.
-    """
-    name = getattr(getattr(node.target, "_schema", None), "name", "").split("::")[-1]
-    shapes = [[bounds.of(d) for d in v.shape] for o in operands(node) for v in tensors_in(o.meta.get("val"))]
-    if name in ("mm", "_int_mm") and len(shapes) >= 2:
-        return 2 * shapes[0][0] * shapes[0][1] * shapes[1][1]
-    if name == "mm" and shapes:
-        return 2 * shapes[0][0] * shapes[0][1] * shapes[0][1]
-    if name == "addmm" and len(shapes) >= 3:
-        return 2 * shapes[1][0] * shapes[1][1] * shapes[2][1]
-    if name in ("bmm", "baddbmm") and len(shapes) >= 2:
-        a, b = shapes[-2], shapes[-1]
-        return 2 * a[0] * a[1] * a[2] * b[2]
-    if "attention" in name and len(shapes) >= 3:
-        return _attention_flops(name, shapes, node)
-    if name.startswith("convolution") and len(shapes) >= 2:
-        return _convolution_flops(name, node, bounds)
-    return 0
-
-
-def _attention_flops(name: str, shapes: list[list[int]], node: fx.Node) -> int:
-    backward = "backward" in name
-    query, key = (shapes[1], shapes[2]) if backward else (shapes[0], shapes[1])
-    total = (10 if backward else 4) * query[0] * query[1] * query[2] * key[2] * query[3]
-    return total // 2 if any(a is True for a in node.args) else total
-
-
-def _convolution_flops(name: str, node: fx.Node, bounds: Bounds) -> int:
-    backward = "backward" in name
-    arguments = [a for a in node.args[:3] if isinstance(a, fx.Node)]
-    out = arguments[0].meta["val"] if backward else node.meta["val"]
-    weight = arguments[2 if backward else 1].meta["val"]
-    n_out = 1
-    for d in out.shape:
-        n_out *= bounds.of(d)
-    per_output = 1
-    for d in weight.shape[1:]:
-        per_output *= bounds.of(d)
-    return (4 if backward else 2) * n_out * per_output
-
-
-def touched_bytes(node: fx.Node, bounds: Bounds) -> int:
-    """Bytes the node reads and writes, each operand and result once."""
-    values = [v for o in operands(node) for v in tensors_in(o.meta.get("val"))] + tensors_in(node.meta.get("val"))
-    return sum(tensor_bytes(v, bounds) for v in values)
+# Bytes an optimizer reads and writes per fp32 parameter and step: parameter and gradient read, parameter written (12), and every
+# state read and written (8 each); relative to AdamW's two states they scale AdamW's rate.
+_STEP_BYTES = {"adamw": 28, "adam": 28, "sgd": 12, "momentum": 20, "lion": 20, "adagrad": 20, "rmsprop": 20}
+# Unknown optimizers: twice AdamW, more than any with four states.
+_UNKNOWN_STEP_BYTES = 2 * _STEP_BYTES["adamw"]
+# AdamW on a host that nobody measured: 4e8 parameters per second is what two cores of a server CPU do (machines/cpu.json).
+_UNMEASURED_HOST_PARAMS_PER_S = 4e8
 
 
 def node_s(node: fx.Node, bounds: Bounds, machine: Machine) -> tuple[Channel, float]:
-    """The channel the node runs on and its seconds there. Views, waits, releases and symbols take none."""
+    """The channel the node runs on and its seconds there. Views, tuple items, waits, releases and symbols take none."""
     spec = ops.spec_of(node)
     if node.op != "call_function" or (spec is None and is_view(node)):
         return Channel.COMPUTE, 0.0
     if spec is not None and spec.channel in (Channel.H2D, Channel.D2H):
-        source = tensors_in(node.args[0].meta.get("val"))  # type: ignore[union-attr]
-        return spec.channel, machine.transfer_s(sum(tensor_bytes(v, bounds) for v in source), spec.channel)
-    if spec is not None or not tensors_in(node.meta.get("val")):
+        source: list[torch.Tensor] = tensors_in(node.args[0].meta.get("val"))  # type: ignore[union-attr]
+        n_bytes = sum(tensor_bytes(v, bounds) for v in source)
+        return spec.channel, machine.transfer_s(n_bytes, spec.channel, _host_tier(node, spec))
+    if spec is not None or op_name(node) == "getitem" or not tensors_in(node.meta.get("val")):
         return Channel.COMPUTE, 0.0
-    n_flops = flops(node, bounds)
-    memory_s = touched_bytes(node, bounds) / machine.device_bytes_per_s
-    if not n_flops:
-        return Channel.COMPUTE, machine.op_latency_s + memory_s
-    value = tensors_in(node.meta["val"])[0]
-    rate = machine.flops_per_s.get(_DTYPE_WORDS.get(value.dtype, "fp32"), machine.flops_per_s["fp32"])
-    return Channel.COMPUTE, machine.op_latency_s + max(n_flops / rate, memory_s)
+    return Channel.COMPUTE, seconds(work_of(node, bounds), machine)
+
+
+def flops(node: fx.Node, bounds: Bounds) -> int:
+    """Floating-point operations of a matrix-like node at the bounds, 0 for all others."""
+    return work_of(node, bounds).n_flops
+
+
+def seconds(work: Work, machine: Machine) -> float:
+    """Seconds of a kernel: its measured rate, no less than its bytes take (roofline). Issuing it is the schedule's matter."""
+    known = machine.known_s.get(work)
+    if known is None:
+        known = machine.known_s[work] = _kernel_s(work, machine)
+    return known
+
+
+def _kernel_s(work: Work, machine: Machine) -> float:
+    if work.kind == "matrix":
+        rate, share = _matrix_rate(work.dtype, machine)
+        return max(work.times * rate.product_s(*work.size) / share, work.n_bytes / machine.device_bytes_per_s)
+    if work.kind.startswith("attention"):
+        return max(_attention_s(work, machine), work.n_bytes / machine.device_bytes_per_s)
+    curve = machine.memory.get(work.kind)
+    if curve is not None:
+        return curve.seconds(work.n_bytes)
+    n_bytes = work.n_bytes * (_UNKNOWN_PASSES if work.kind == "unknown" else 1)
+    return max(curve.seconds(n_bytes) for curve in machine.memory.values())
+
+
+def _matrix_rate(dtype: str, machine: Machine) -> tuple[MatrixRate, float]:
+    """A dtype's rate and the share of it to count on."""
+    if dtype in machine.matrix:
+        return machine.matrix[dtype], 1.0
+    return min(machine.matrix.values(), key=lambda rate: rate.flops_per_s), _UNKNOWN_DTYPE_SHARE
+
+
+def _attention_s(work: Work, machine: Machine) -> float:
+    """From the rates at the nearest measured head dimension, scaled where they are of another dtype."""
+    matrix, share = _matrix_rate(work.dtype, machine)
+    if not machine.attention:
+        return matrix.latency_s + work.n_flops / (matrix.flops_per_s * share * _ATTENTION_SHARE)
+    rate = min(machine.attention, key=lambda rate: (rate.dtype != work.dtype, _apart(rate.head_dim, work.head_dim), rate.head_dim))
+    curve = rate.forward if work.kind == "attention_forward" else rate.backward
+    measured, measured_share = _matrix_rate(rate.dtype, machine)
+    slower = measured.flops_per_s * measured_share / (matrix.flops_per_s * share)
+    return curve.seconds(work.n_flops) * max(slower, 1.0)
+
+
+def _apart(a: int, b: int) -> float:
+    """How far two sizes are from each other, as a factor's logarithm."""
+    return abs(math.log(a / max(b, 1)))
+
+
+def _host_tier(node: fx.Node, spec: ops.Spec) -> Tier:
+    """The host tier that a transfer reads or writes; pinned where the graph does not say."""
+    origin = node if spec.channel is Channel.D2H else node.args[0]
+    while isinstance(origin, fx.Node) and is_view(origin):
+        origin = view_source(origin)
+    if not isinstance(origin, fx.Node):
+        return Tier.PINNED
+    if origin.target is ops.swap_out:
+        return Tier(ops.SPECS[ops.swap_out].argument(origin, "tier"))
+    tier = info(origin).tier
+    return tier if tier.on_host else Tier.PINNED
+
+
+def optimizer_s(kind: str, n_params: int, where: str, machine: Machine, dtype: str = "fp32") -> float:
+    """Seconds of one optimizer step over `n_params` parameters of `dtype` on the "device" or the "host".
+
+    From AdamW's measured rate and the bytes that `kind` moves per parameter; an optimizer nobody knows counts twice AdamW and is
+    warned of. Raises ValueError for another place.
+    """
+    if where not in ("device", "host"):
+        raise ValueError(f"where: must be 'device' or 'host', got {where!r}")
+    step_bytes = _STEP_BYTES.get(kind.lower())
+    if step_bytes is None:
+        log.warning("optimizer %r: its seconds are unknown and counted as twice AdamW's", kind)
+        step_bytes = _UNKNOWN_STEP_BYTES
+    latency_s = machine.memory["copy"].latency_s if where == "device" else 0.0
+    return latency_s + n_params / _adamw_params_per_s(where, machine, dtype) * step_bytes / _STEP_BYTES["adamw"]
+
+
+def _adamw_params_per_s(where: str, machine: Machine, dtype: str) -> float:
+    """The faster of torch's implementations, fp32's where `dtype` is unmeasured; unmeasured at all: from bandwidth, or a prior."""
+    rates = machine.optimizer_params_per_s[where]
+    for suffix in (dtype, "fp32"):
+        found = [rate for name, rate in rates.items() if name.endswith(f"_{suffix}")]
+        if found:
+            return max(found)
+    if where == "device":
+        return machine.device_bytes_per_s / _STEP_BYTES["adamw"]
+    return _UNMEASURED_HOST_PARAMS_PER_S

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+
+from .integrations import bitsandbytes
 
 
 def model_without_weights(model_or_config: Any, lora: Any = None, quantization: Any = None) -> nn.Module:
@@ -21,9 +25,7 @@ def model_without_weights(model_or_config: Any, lora: Any = None, quantization: 
             raise ValueError("lora and quantization apply to a config; apply them to the module yourself")
         return model_or_config
     config = _config(model_or_config)
-    model = _build(config)
-    if quantization is not None:
-        raise ValueError("quantization: quantized weights cannot be planned from a config yet; load the quantized model and pass the module")
+    model = _build(config, quantization)
     if lora is not None:
         import peft
 
@@ -31,23 +33,34 @@ def model_without_weights(model_or_config: Any, lora: Any = None, quantization: 
     return model.train()
 
 
-def _build(config: Any) -> nn.Module:
+def _build(config: Any, quantization: Any) -> nn.Module:
     """The model class the config names, parameters on meta and buffers real (their values decide nothing, their bytes count)."""
     import transformers
     from accelerate import init_empty_weights
 
-    dtype = getattr(config, "dtype", None) or torch.float32
+    config = copy.deepcopy(config)  # a model keeps its config, and quantization is recorded in it
+    dtype = _dtype(getattr(config, "dtype", None) or torch.float32, "config")
     names = getattr(config, "architectures", None) or []
-    with init_empty_weights(include_buffers=False):
-        before = torch.get_default_dtype()
-        torch.set_default_dtype(dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype))
-        try:
-            cls = getattr(transformers, names[0], None) if names else None
-            if cls is not None:
-                return cls(config).train()  # type: ignore[no-any-return]
-            return transformers.AutoModelForCausalLM.from_config(config).train()  # type: ignore[no-any-return]
-        finally:
-            torch.set_default_dtype(before)
+    cls = getattr(transformers, names[0], None) if names else None
+    quantizer = bitsandbytes.quantizer_for(quantization, getattr(config, "quantization_config", None))
+    with init_empty_weights(include_buffers=False), _default_dtype(dtype):
+        model = cls(config) if cls is not None else transformers.AutoModelForCausalLM.from_config(config)
+        if quantizer is not None:
+            quantizer.preprocess_model(model, device_map={"": "cpu"})
+    if quantizer is not None:
+        bitsandbytes.pack_without_weights(model, dtype)
+        quantizer.postprocess_model(model)
+    return model  # type: ignore[no-any-return]
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def _config(source: Any) -> Any:
@@ -77,7 +90,7 @@ def sample_batch(batch_or_spec: Any, model: nn.Module) -> Any:
         ids = torch.zeros(batch_or_spec, dtype=torch.int64)
         return {"input_ids": ids, "labels": ids.clone()}
     if isinstance(batch_or_spec, Mapping) and all(_is_spec(v) for v in batch_or_spec.values()):
-        return {name: torch.zeros(tuple(shape), dtype=_dtype(dtype)) for name, (shape, dtype) in batch_or_spec.items()}
+        return {name: torch.zeros(tuple(shape), dtype=_dtype(dtype, "batch")) for name, (shape, dtype) in batch_or_spec.items()}
     return batch_or_spec
 
 
@@ -85,10 +98,10 @@ def _is_spec(value: Any) -> bool:
     return isinstance(value, (tuple, list)) and len(value) == 2 and isinstance(value[0], (tuple, list))
 
 
-def _dtype(value: Any) -> torch.dtype:
+def _dtype(value: Any, owner: str) -> torch.dtype:
     if isinstance(value, torch.dtype):
         return value
     found = getattr(torch, str(value), None)
     if not isinstance(found, torch.dtype):
-        raise ValueError(f"batch: unknown dtype {value!r}")
+        raise ValueError(f"{owner}: unknown dtype {value!r}")
     return found

@@ -62,6 +62,8 @@ class Bounds:
 
     maxima: Mapping[str, int] = field(default_factory=dict)
     _bytes: dict[int, tuple[torch.Tensor, int]] = field(default_factory=dict, compare=False, repr=False)
+    _shapes: dict[int, tuple[torch.Tensor, tuple[int, ...]]] = field(default_factory=dict, compare=False, repr=False)
+    _sizes: dict[object, int] = field(default_factory=dict, compare=False, repr=False)
 
     def bytes_of(self, tensor: torch.Tensor) -> int:
         """Bytes of the Storage a fresh tensor of this shape and stride needs; remembered, since passes share fake tensors."""
@@ -71,13 +73,23 @@ class Bounds:
             known = self._bytes[id(tensor)] = (tensor, _storage_bytes(tensor, self))
         return known[1]
 
+    def shape_of(self, tensor: torch.Tensor) -> tuple[int, ...]:
+        """The tensor's sizes; remembered like its bytes."""
+        known = self._shapes.get(id(tensor))
+        if known is None:
+            known = self._shapes[id(tensor)] = (tensor, tuple(self.of(size) for size in tensor.shape))
+        return known[1]
+
     def of(self, size: int | torch.SymInt) -> int:
         """`size` as an int at the maxima. Raises KeyError for a symbol without a maximum."""
         if isinstance(size, int):
             return size
         expr = size.node.expr
-        values = {symbol: self.maxima[str(symbol)] for symbol in expr.free_symbols}
-        return int(expr.xreplace(values))
+        known = self._sizes.get(expr)
+        if known is None:
+            values = {symbol: self.maxima[str(symbol)] for symbol in expr.free_symbols}
+            known = self._sizes[expr] = int(expr.xreplace(values))
+        return known
 
 
 def info(node: fx.Node) -> NodeInfo:
@@ -171,11 +183,14 @@ def _plain_path(raw: str) -> str:
 
 def op_name(node: fx.Node) -> str:
     """Short name of what the node does: "mm", "swap_in", "getitem"."""
-    if isinstance(node.target, torch._ops.OpOverload):
-        return node.target._schema.name.split("::", 1)[1]
-    if node.target is operator.getitem:
-        return "getitem"
-    return getattr(node.target, "__name__", str(node.target))
+    return _target_name(node.target)
+
+
+@functools.lru_cache(maxsize=None)
+def _target_name(target: object) -> str:
+    if isinstance(target, torch._ops.OpOverload):
+        return str(target._schema.name.split("::", 1)[1])
+    return str(getattr(target, "__name__", target))
 
 
 class Names:

@@ -1,48 +1,84 @@
-"""A Machine: bandwidths, rates and capacities as data. Unknown is None, never zero."""
+"""A Machine: what a card and its host do per second, as data. Unknown is None, never zero.
+
+`fxoffload calibrate` measures one; the files that ship are measured or derived from a data sheet.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
 
-from .effects import Channel
+from . import rates_reader
+from .effects import Channel, Tier
+from .rates import AttentionRate, Contention, Curve, Host, MatrixRate, Measured, Transfers
+from .rates_reader import Section
 
-SCHEMA = 1
+SCHEMA = 2
+# A SATA 3 disk's link, the slowest that a training host has; what an unmeasured disk is taken for.
+UNMEASURED_DISK_BYTES_PER_S = 6e8
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """`flops_per_s`: matrix rate by dtype word ("bf16", "fp32"). `channel_bytes_per_s`: copy rate by channel.
+    """`matrix`: by dtype word ("bf16", "fp32"). `memory`: a Curve per kind of MEMORY_KINDS. `dispatch_s`: issuing one op from the CPU.
 
-    `overhead_bytes`: device bytes that no graph value owns (library workspaces). `overlaps`: transfers run beside compute.
-    `source`: where the numbers come from ("measured ..." or "datasheet ...").
+    `optimizer_params_per_s`: AdamW's rate by place ("device", "host") and "fused_fp32", "foreach_bf16", ... `overhead_bytes`: device
+    bytes that no graph value owns (library workspaces); `context_bytes`: what the driver takes outside the allocator.
+    `overlaps`: transfers run beside compute. `source`: where the numbers come from; `datasheet`: derived, not measured.
     """
 
     name: str
     source: str
+    datasheet: bool
+    measured: Measured | None
     device_type: str
     device_capacity_bytes: int | None
-    flops_per_s: Mapping[str, float]
-    device_bytes_per_s: float
-    channel_bytes_per_s: Mapping[str, float]
-    op_latency_s: float = 0.0
-    transfer_latency_s: float = 0.0
-    overhead_bytes: int = 0
-    overlaps: bool = True
-    allocation_bytes: int = 1
-    host_optimizer_params_per_s: float | None = None
-    notes: tuple[str, ...] = field(default=())
+    overlaps: bool
+    allocation_bytes: int
+    matrix: Mapping[str, MatrixRate]
+    attention: tuple[AttentionRate, ...]
+    memory: Mapping[str, Curve]
+    transfers: Transfers
+    dispatch_s: float | None
+    contention: Contention
+    optimizer_params_per_s: Mapping[str, Mapping[str, float]]
+    host: Host
+    overhead_bytes: int
+    context_bytes: int | None
+    notes: tuple[str, ...] = ()
+    # What cost.py has computed on this machine; `dataclasses.replace` starts anew.
+    known_s: dict[object, float] = field(default_factory=dict, init=False, compare=False, repr=False)
 
-    def transfer_s(self, n_bytes: int, channel: Channel) -> float:
-        """Seconds to copy `n_bytes` on `channel`. Model: latency + bytes / bandwidth (Hockney). Raises KeyError when unknown."""
-        return self.transfer_latency_s + n_bytes / self.channel_bytes_per_s[channel.value]
+    @property
+    def flops_per_s(self) -> dict[str, float]:
+        """The best matrix rate per dtype word."""
+        return {dtype: rate.flops_per_s for dtype, rate in self.matrix.items()}
+
+    @property
+    def device_bytes_per_s(self) -> float:
+        """Bytes that a large copy on the device reads and writes per second."""
+        return self.memory["copy"].per_s
+
+    @property
+    def channel_bytes_per_s(self) -> dict[str, float]:
+        """Rate of a large copy per channel, from and to pinned memory where the machine has it."""
+        return {c.value: self.transfers.curve(c, Tier.PINNED).per_s for c in (Channel.H2D, Channel.D2H)}
+
+    def transfer_s(self, n_bytes: int, channel: Channel, tier: Tier = Tier.PINNED) -> float:
+        """Seconds to copy `n_bytes` on `channel` from or to the host's `tier`, one way and alone. Raises KeyError for a channel that
+        copies nothing. From a file: read (or written), then copied."""
+        link_s = self.transfers.curve(channel, tier).seconds(n_bytes)
+        if tier is not Tier.DISK:
+            return link_s
+        rate = self.host.disk_read_bytes_per_s if channel is Channel.H2D else self.host.disk_write_bytes_per_s
+        return link_s + n_bytes / (rate or UNMEASURED_DISK_BYTES_PER_S)
 
 
 def load_machine(machine: Machine | str | Path) -> Machine:
-    """A Machine, a shipped name ("h200") or a JSON file. Raises ValueError naming the field that is missing or unknown."""
+    """A Machine, a shipped name ("h200") or a JSON file. Raises ValueError naming the field that is missing or impossible."""
     if isinstance(machine, Machine):
         return machine
     shipped = resources.files("fxoffload.machines").joinpath(f"{machine}.json")
@@ -65,22 +101,30 @@ def shipped_machines() -> list[str]:
 
 
 def machine_from(raw: object, source: str) -> Machine:
-    """A Machine from parsed JSON. Raises ValueError naming `source` and the field."""
+    """A Machine from parsed JSON. Raises ValueError naming `source` and the field that is missing, unknown or impossible."""
     if not isinstance(raw, dict) or raw.get("schema") != SCHEMA:
-        raise ValueError(f"{source}: not a machine file of schema {SCHEMA}")
-    known = {f.name for f in fields(Machine)}
-    values = {k: v for k, v in raw.items() if k != "schema"}
-    unknown = sorted(set(values) - known)
-    if unknown:
-        raise ValueError(f"{source}: unknown field {unknown[0]!r}")
-    try:
-        machine = Machine(**{**values, "notes": tuple(values.get("notes", ()))})
-    except TypeError as error:
-        raise ValueError(f"{source}: {error}") from None
-    for rate, value in [("device_bytes_per_s", machine.device_bytes_per_s), *machine.channel_bytes_per_s.items(), *machine.flops_per_s.items()]:
-        if not isinstance(value, (int, float)) or not value > 0:
-            raise ValueError(f"{source}: {rate} must be a positive number, got {value!r}")
+        found = raw.get("schema") if isinstance(raw, dict) else None
+        raise ValueError(f"{source}: not a machine file of schema {SCHEMA} (schema: {found!r}); measure one with `fxoffload calibrate`")
+    section = Section(raw, source)
+    section.take("schema")
+    section.texts("errors")
+    machine = _read(section)
+    section.end()
     return machine
+
+
+def _read(section: Section) -> Machine:
+    datasheet = section.flag("datasheet")
+    rates = rates_reader.datasheet_rates(section) if datasheet else rates_reader.measured_rates(section)
+    return Machine(
+        name=section.text("name"), source=section.text("source"), datasheet=datasheet, measured=rates_reader.measured(section),
+        device_type=section.text("device_type"), device_capacity_bytes=section.maybe_whole("device_capacity_bytes"),
+        overlaps=section.flag("overlaps"), allocation_bytes=section.whole("allocation_bytes", 1), matrix=rates.matrix,
+        attention=rates.attention, memory=rates.memory, transfers=rates.transfers, dispatch_s=rates.dispatch_s,
+        contention=rates_reader.contention(section), optimizer_params_per_s=rates_reader.optimizers(section),
+        host=rates_reader.host(section), overhead_bytes=section.whole("overhead_bytes"),
+        context_bytes=section.maybe_whole("context_bytes"), notes=section.lines("notes"),
+    )
 
 
 def default_machine(device_type: str) -> Machine:

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend
 
 from . import ops
+from .errors import PlanError
 
 _LIBRARY = torch.library.Library("fxo", "FRAGMENT")
 _aten = torch.ops.aten
@@ -256,6 +257,66 @@ def _dropout_gradient(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[torch.Tenso
 
 
 torch.library.register_autograd("fxo::dropout", _dropout_gradient, setup_context=_dropout_setup, lib=_LIBRARY)
+
+
+# 8-bit weights --------------------------------------------------------------------------------------------------------
+
+
+def _linear_8bit(src: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None, threshold: float,
+                 training: bool) -> torch.Tensor:
+    """bitsandbytes' product with a row-scaled int8 weight: dequantized first on a CPU that trains, elsewhere in int8 but for the
+    columns of `src` with values above `threshold`, whose number depends on the values."""
+    import bitsandbytes
+
+    state = bitsandbytes.MatmulLtState()
+    state.CB, state.SCB, state.threshold = weight, scale, threshold
+    state.has_fp16_weights, state.is_training = False, training
+    return bitsandbytes.matmul(src, weight, bias=bias, state=state)  # type: ignore[no-any-return]
+
+
+def _fake_linear_8bit(src: torch.Tensor, weight: torch.Tensor, *_: Any) -> torch.Tensor:
+    return src.new_empty((*src.shape[:-1], weight.shape[0]))
+
+
+def _dequantize_8bit(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """In place, as bitsandbytes has it: out of place the product would have the scale's dtype."""
+    return _aten._to_copy(weight, dtype=dtype).mul_(scale.unsqueeze(1).mul(1.0 / 127.0))
+
+
+linear_8bit = _define(
+    "linear_8bit(Tensor src, Tensor weight, Tensor scale, Tensor? bias, float threshold, bool training) -> Tensor",
+    _linear_8bit, _fake_linear_8bit, _PLAIN)
+dequantize_8bit = _define(
+    "dequantize_8bit(Tensor weight, Tensor scale, ScalarType dtype) -> Tensor",
+    _dequantize_8bit, lambda weight, scale, dtype: torch.empty_like(weight, dtype=dtype), _PLAIN)
+
+
+def _linear_8bit_setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    src, weight, scale, *_ = inputs
+    ctx.dtype = src.dtype
+    ctx.save_for_backward(weight, scale)
+
+
+def _linear_8bit_gradient(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    weight, scale = ctx.saved_tensors
+    rows = grad.reshape(-1, grad.shape[-1])
+    for_src = for_bias = None
+    if ctx.needs_input_grad[0]:
+        product = torch.matmul(rows.to(ctx.dtype), dequantize_8bit(weight, scale, ctx.dtype))
+        for_src = product.reshape(*grad.shape[:-1], weight.shape[1])
+    if ctx.needs_input_grad[3]:
+        for_bias = rows.sum(0)
+    return for_src, None, None, for_bias, None, None
+
+
+def _refuse_autocast(*_: Any) -> torch.Tensor:
+    # Eager would cast some of the kernel's inner products and not others, by device.
+    raise PlanError("8-bit weights under autocast are not supported; load the model in the dtype it should compute in")
+
+
+for _key in ("AutocastCPU", "AutocastCUDA", "AutocastPrivateUse1"):
+    _LIBRARY.impl("linear_8bit", _refuse_autocast, _key)
+torch.library.register_autograd("fxo::linear_8bit", _linear_8bit_gradient, setup_context=_linear_8bit_setup, lib=_LIBRARY)
 
 
 # Dynamo's graph -------------------------------------------------------------------------------------------------------

@@ -40,6 +40,7 @@ class Places:
         """Puts the parameters named `resident` and all buffers on the device, other parameters on the host. True when any moved."""
         self.settled = True
         moved = [_move(p, self.device if name in resident else HOST) for name, p in named_weights(self.model)]
+        bitsandbytes.follow_weights(self.model)
         return any([*moved, *self._move_buffers(self.device)])
 
     def settle_constants(self) -> None:
@@ -55,6 +56,7 @@ class Places:
             parameter.data = housed.copy_(parameter.data)
             if homes[name] is Tier.DISK:
                 self._on_disk.append(parameter)
+        bitsandbytes.follow_weights(self.model)
 
     def restore(self) -> None:
         """Everything is on the host again, nothing in the disk file."""
@@ -65,6 +67,7 @@ class Places:
         self._on_disk.clear()
         for _, weight in named_weights(self.model):
             _move(weight, HOST)
+        bitsandbytes.follow_weights(self.model)
         self._move_buffers(HOST)
 
     def _move_buffers(self, device: torch.device) -> list[bool]:

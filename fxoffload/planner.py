@@ -6,17 +6,17 @@ none fits, the smallest shortfall is the refusal, and it is true: it is what the
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch.fx as fx
 
-from .cost import node_s
-from .effects import Channel, Tier
+from .blocks import block_position
+from .effects import Tier
 from .errors import PlanError, VerifyError
 from .graph import Role, border_of, copy_graph, info, name_of, set_info
 from .machine import Machine
+from .overlap import Rates, overlapped, schedule_s
 from .pipeline import Context, get_pass
 from .plans import Decision, GraphPlan, Prediction
 from .simulate import Simulation, simulate
@@ -82,11 +82,12 @@ def solve(problem: Problem) -> Solution:
     """The fastest Solution found under the budget. Raises PlanError with the true shortfall when there is none."""
     candidates: list[_Candidate] = []
     for trained in _trained_residents(problem):
-        candidates = [candidate for recipe in _recipes(problem) for candidate in _candidates(problem, recipe, trained)]
+        recomputations = [_recomputation(problem, recipe, trained) for recipe in _recipes(problem)]
+        candidates = [candidate for one in recomputations for candidate in _candidates(problem, one, trained)]
         fitting = [c for c in candidates if not c.found.shortfall_bytes]
         if fitting:
             # min is stable: of equals the first recipe, which recomputes least, with the most residents.
-            return _complete(problem, min(fitting, key=lambda c: c.step_s))
+            return _complete(problem, _refined(problem, min(fitting, key=lambda c: c.step_s)))
     raise _refusal(problem, min(candidates, key=lambda c: c.found.shortfall_bytes))
 
 
@@ -110,53 +111,84 @@ def _trained_residents(problem: Problem) -> Iterator[frozenset[str]]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Candidate:
-    """One recipe and resident set, scanned: what it would load and spill, and the seconds that gives."""
+class _Recomputation:
+    """A recipe applied: the decisions, and the schedule of the graph they give."""
 
-    recomputed: tuple[Decision, ...]
+    decisions: tuple[Decision, ...]
     schedule: Schedule
+    rates: Rates
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    """A recomputation, resident set and slack, scanned: what it would load and spill, and the seconds that gives."""
+
+    recomputation: _Recomputation
     resident: frozenset[str]
+    slack_bytes: int
     outside_bytes: int
     found: Scan
     step_s: float
 
+    @property
+    def schedule(self) -> Schedule:
+        return self.recomputation.schedule
+
 
 def _recipes(problem: Problem) -> Iterator[Recipe]:
     yield Recipe("all")
-    if problem.context.device_budget_bytes is not None and border_of(problem.graph) is not None:
-        yield from (Recipe("costly"), Recipe("blocks"))
+    if problem.context.device_budget_bytes is None or border_of(problem.graph) is None:
+        return
+    yield Recipe("costly")
+    n_blocks = _n_blocks(problem.graph)
+    yield from (Recipe("blocks", n_blocks * quarters // 4) for quarters in (4, 3, 2, 1) if n_blocks >= 4 or quarters == 4)
 
 
-def _candidates(problem: Problem, recipe: Recipe, trained: frozenset[str]) -> Iterator[_Candidate]:
+def _n_blocks(graph: fx.Graph) -> int:
+    """How many repeated blocks the longest row of them has."""
+    return 1 + max((position for node in graph.nodes if (position := block_position(name_of(node))) is not None), default=-1)
+
+
+def _recomputation(problem: Problem, recipe: Recipe, trained: frozenset[str]) -> _Recomputation:
     context = problem.context
     graph = copy_graph(problem.graph)
     place_parameters(graph, problem.parameters, trained)
-    recomputed = decide("plan-recompute", graph, replace(context, options={"keep": recipe.keep, "blocks": recipe.blocks}))
-    graph = apply(graph, replace(context, plan=_bare(recomputed)), _BEFORE_SWAPS)
+    decisions = decide("plan-recompute", graph, replace(context, options={"keep": recipe.keep, "blocks": recipe.blocks}))
+    graph = apply(graph, replace(context, plan=_bare(decisions)), _BEFORE_SWAPS)
     schedule = Schedule.of(graph, context.bounds, context.workspace)
-    seconds = _channel_s(graph, context, problem.machine)
+    return _Recomputation(decisions, schedule, Rates.of(schedule, context.bounds, problem.machine))
+
+
+# The share of the budget left to copies that are under way.
+_SLACK_SHARES = (0.0, 1 / 16)
+_REFINED_SHARES = (1 / 64, 1 / 32, 1 / 8)
+
+
+def _candidates(problem: Problem, recomputation: _Recomputation, trained: frozenset[str]) -> Iterator[_Candidate]:
     for resident in _residencies(problem, trained):
-        outside = problem.fixed_bytes + outside_bytes(problem, resident)
-        budget = None if context.device_budget_bytes is None else context.device_budget_bytes - outside
-        found = schedule.scan(budget, context.kept_values, context.swapped_values, resident)
-        yield _Candidate(recomputed, schedule, resident, outside, found, _estimated_s(seconds, found, problem.machine))
+        for share in _SLACK_SHARES if problem.machine.overlaps else (0.0,):
+            found = _scanned(problem, recomputation, resident, share)
+            yield found
+            if found.found.shortfall_bytes or not found.found.loads:
+                break
 
 
-def _channel_s(graph: fx.Graph, context: Context, machine: Machine) -> Counter[Channel]:
-    seconds: Counter[Channel] = Counter()
-    for node in graph.nodes:
-        channel, s = node_s(node, context.bounds, machine)
-        seconds[channel] += s  # type: ignore[assignment]
-    return seconds
+def _refined(problem: Problem, best: _Candidate) -> _Candidate:
+    """The best of a candidate and the same with other slack."""
+    shares = _REFINED_SHARES if problem.machine.overlaps and best.found.loads else ()
+    others = [_scanned(problem, best.recomputation, best.resident, share) for share in shares]
+    return min([best, *(c for c in others if not c.found.shortfall_bytes)], key=lambda c: c.step_s)
 
 
-def _estimated_s(seconds: Counter[Channel], found: Scan, machine: Machine) -> float:
-    """The step's seconds with the scan's transfers on their channels."""
-    total = Counter(seconds)
-    moves = ((Channel.H2D, [one.storage.n_bytes for one in found.loads]), (Channel.D2H, [one.storage.n_bytes for one in found.spills]))
-    for channel, sizes in moves:
-        total[channel] += sum(machine.transfer_s(n, channel) for n in sizes)  # type: ignore[assignment]
-    return max(total.values()) if machine.overlaps else sum(total.values())
+def _scanned(problem: Problem, recomputation: _Recomputation, resident: frozenset[str], slack_share: float) -> _Candidate:
+    context, schedule = problem.context, recomputation.schedule
+    outside = problem.fixed_bytes + outside_bytes(problem, resident)
+    budget = None if context.device_budget_bytes is None else context.device_budget_bytes - outside
+    slack = 0 if budget is None else int(budget * slack_share)
+    found = schedule.scan(None if budget is None else budget - slack, context.kept_values, context.swapped_values, resident)
+    capacity = None if budget is None else budget - schedule.fixed_bytes(resident)
+    found = overlapped(schedule, found, capacity, recomputation.rates)
+    return _Candidate(recomputation, resident, slack, outside, found, schedule_s(schedule, found, recomputation.rates))
 
 
 def _bare(decisions: tuple[Decision, ...]) -> GraphPlan:
@@ -224,13 +256,13 @@ def _complete(problem: Problem, chosen: _Candidate) -> Solution:
     """The candidate with every decision made and the lowered graph simulated."""
     budget = problem.context.device_budget_bytes
     context = replace(
-        problem.context, plan=_bare(chosen.recomputed), machine=problem.machine,
+        problem.context, plan=_bare(chosen.recomputation.decisions), machine=problem.machine,
         device_budget_bytes=None if budget is None else budget - chosen.outside_bytes,
     )
     graph = copy_graph(problem.graph)
     place_parameters(graph, problem.parameters, chosen.resident)
     graph = apply(graph, context, _BEFORE_SWAPS)
-    decisions = chosen.recomputed + decide("plan-swap", graph, context)
+    decisions = chosen.recomputation.decisions + decide("plan-swap", graph, replace(context, options={"slack_bytes": chosen.slack_bytes}))
     lowered = apply(graph, replace(context, plan=_bare(decisions)), _AFTER_SWAPS)
     simulation = simulate(lowered, context.bounds, problem.machine, chosen.outside_bytes, context.workspace)
     if budget is not None and simulation.device_peak_bytes > budget:

@@ -53,14 +53,22 @@ class SwapIn:
 
 
 @dataclass(frozen=True, slots=True)
+class Sink:
+    """The gradient `value` ("<parameter>.grad"), sent to the host where it is made, is awaited right after node `until`."""
+
+    value: str
+    until: str
+
+
+@dataclass(frozen=True, slots=True)
 class Recompute:
     """Forward value `value` is not saved for backward but computed again there."""
 
     value: str
 
 
-Decision = Reside | Gather | SwapOut | SwapIn | Recompute
-_KINDS: dict[str, type] = {k.__name__.lower(): k for k in (Reside, Gather, SwapOut, SwapIn, Recompute)}
+Decision = Reside | Gather | SwapOut | SwapIn | Sink | Recompute
+_KINDS: dict[str, type] = {k.__name__.lower(): k for k in (Reside, Gather, SwapOut, SwapIn, Sink, Recompute)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -134,7 +134,7 @@ class Session:
         lowered = self._lower(step_graph(gm.graph, self._refs, n_outputs))
         output = lowered.output_node()
         output.args = (output.args[0][0],)  # type: ignore[index]
-        return self._executable(lowered, finishes=False)
+        return self._executable(lowered, finishes=True)
 
     def _executable(self, graph: fx.Graph, finishes: bool) -> Callable[..., Any]:
         run, dry = self._compiled(graph, finishes), self.router.dry

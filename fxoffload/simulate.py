@@ -1,4 +1,4 @@
-"""The one simulator: bytes per tier at every node and seconds per channel of a lowered Step."""
+"""The one simulator: bytes per tier at every node, and the schedule of a lowered Step on its channels."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 import torch.fx as fx
 
-from .cost import node_s
 from .effects import Channel, Tier
-from .graph import Bounds, name_of
+from .graph import Bounds, name_of, tensor_bytes
 from .liveness import Kind, Storage, liveness, no_workspace
 from . import ops
 from .machine import Machine
+from .timeline import timeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,29 +64,18 @@ def simulate(graph: fx.Graph, bounds: Bounds, machine: Machine, outside_bytes: i
         disk_peak = max(disk_peak, sum(n for (tier, _), n in now.items() if tier is Tier.DISK))
         for storage in ends[i]:
             now[storage.tier, storage.kind] -= storage.n_bytes
-    moved, seconds = _channels(graph, bounds, machine)
+    schedule = timeline(graph, bounds, machine)
     return Simulation(
         tuple(name_of(n) for n in live.nodes), tuple(curve), outside_bytes, peak + outside_bytes,  # type: ignore[arg-type]
-        name_of(live.nodes[peak_at]) if live.nodes else "", host_peak, disk_peak, moved, seconds, _step_s(seconds, machine),
+        name_of(live.nodes[peak_at]) if live.nodes else "", host_peak, disk_peak, _moved_bytes(graph, bounds),
+        {channel.value: schedule.busy_s(channel) for channel in Channel}, schedule.end_s,
     )
 
 
-def _channels(graph: fx.Graph, bounds: Bounds, machine: Machine) -> tuple[dict[str, int], dict[str, float]]:
+def _moved_bytes(graph: fx.Graph, bounds: Bounds) -> dict[str, int]:
     moved: Counter[str] = Counter()
-    seconds: Counter[str] = Counter()
     for node in graph.nodes:
-        channel, s = node_s(node, bounds, machine)
-        seconds[channel.value] += s  # type: ignore[assignment]
-        if node.target in (ops.swap_in, ops.swap_out):
-            moved[channel.value] += _bytes_of(node, bounds)
-    return dict(moved), dict(seconds)
-
-
-def _bytes_of(node: fx.Node, bounds: Bounds) -> int:
-    from .graph import tensor_bytes
-
-    return tensor_bytes(node.meta["val"], bounds)
-
-
-def _step_s(seconds: dict[str, float], machine: Machine) -> float:
-    return max(seconds.values(), default=0.0) if machine.overlaps else sum(seconds.values())
+        spec = ops.spec_of(node)
+        if node.target in (ops.swap_in, ops.swap_out) and spec is not None and spec.channel is not None:
+            moved[spec.channel.value] += tensor_bytes(node.meta["val"], bounds)
+    return dict(moved)

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import operator
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch.fx as fx
 
@@ -50,12 +50,21 @@ class Spill:
     until: int
 
 
+@dataclass(frozen=True, slots=True)
+class Sunk:
+    """A gradient on its way to the host: sent by node index `start`, gone from the device after node index `until`."""
+
+    start: int
+    until: int
+
+
 @dataclass
 class Scan:
     """What the scan decided. `shortfall_bytes` > 0: the capacity is that much too small, at node `worst`."""
 
     loads: list[Load] = field(default_factory=list)
     spills: list[Spill] = field(default_factory=list)
+    sinks: list[Sunk] = field(default_factory=list)
     stays: list[Stay] = field(default_factory=list)
     peak_bytes: int = 0
     peak_index: int = 0
@@ -242,6 +251,13 @@ class Schedule:
         fixed = frozenset(s for s in live.first if s.is_input and s.tier is Tier.DEVICE)
         return Schedule(graph, live, events_of(graph, live, workspace), fixed)
 
+    def fixed_bytes(self, resident: frozenset[str] = frozenset()) -> int:
+        """Device bytes of inputs, with those of `resident` there too."""
+        return sum(s.n_bytes for s in self._fixed_with(resident))
+
+    def _fixed_with(self, resident: frozenset[str]) -> frozenset[Storage]:
+        return self.fixed | frozenset(s for s in self.live.first if s.is_input and s.name in resident)
+
     def scan(self, budget_bytes: int | None, kept: frozenset[str] = frozenset(), swapped: frozenset[str] = frozenset(),
              resident: frozenset[str] = frozenset()) -> Scan:
         """The scan under `budget_bytes` of device memory, the inputs that lie there included; unlimited when None.
@@ -249,66 +265,13 @@ class Schedule:
         `kept`: names of values that must not leave the device; `swapped`: of values that must, until backward reads them; `resident`:
         of inputs that lie on the device besides those the graph has there. The result's peak counts the device inputs too.
         """
-        fixed = self.fixed | frozenset(s for s in self.live.first if s.is_input and s.name in resident)
+        fixed = self._fixed_with(resident)
         fixed_bytes = sum(s.n_bytes for s in fixed)
         capacity = NEVER if budget_bytes is None else budget_bytes - fixed_bytes
         stay, leave = (frozenset(s for s in self.live.first if s.name in names) for names in (kept, swapped))
         found = Spiller(self.graph, self.live, self.events, capacity, fixed, stay, leave).run()
         found.peak_bytes += fixed_bytes
         return found
-
-
-def prefetched(schedule: Schedule, found: Scan, capacity_bytes: int | None, event_s: Sequence[float], copy_s: Callable[[int], float]) -> Scan:
-    """The same scan with every load started earlier: far enough ahead for its copy to hide behind compute, as far as memory allows.
-
-    `event_s`: seconds per event; `copy_s`: seconds to copy that many bytes to the device. Loads keep their order on the channel.
-    """
-    position = {event.index: i for i, event in enumerate(schedule.events)}
-    free = _free_bytes(schedule, found, capacity_bytes)
-    gone = {spill.storage: position[spill.until] for spill in found.spills}
-    border = _border_position(schedule)
-    before_use = [0.0]
-    for seconds in event_s:
-        before_use.append(before_use[-1] + seconds)
-    loads = []
-    # From the last load backwards: a load's copy must end before its use and before the next copy on the channel starts.
-    deadline_s = float("inf")
-    for load in sorted(found.loads, key=lambda one: -one.before):
-        at = position[load.before]
-        deadline_s = min(deadline_s, before_use[at]) - copy_s(load.storage.n_bytes) * _PREFETCH_SLACK
-        # A copy that is under way cannot be handed from forward to backward.
-        start, lowest = at, max(gone.get(load.storage, -1) + 1, border + 1 if at > border else 0)
-        while start > lowest and free[start - 1] >= load.storage.n_bytes and before_use[start] > deadline_s:
-            start -= 1
-            free[start] -= load.storage.n_bytes
-        loads.append(Load(load.storage, load.before, schedule.events[start].index))
-    return replace(found, loads=sorted(loads, key=lambda one: (one.before, one.start)))
-
-
-# Copies are started as if they took this many times as long: the estimate of compute is not exact and contention slows copies.
-_PREFETCH_SLACK = 1.5
-
-
-def _border_position(schedule: Schedule) -> int:
-    """Where the border stands in the event list; beyond its end in a graph without a backward."""
-    for i, event in enumerate(schedule.events):
-        if schedule.live.nodes[event.index].target is ops.backward:
-            return i
-    return len(schedule.events)
-
-
-def _free_bytes(schedule: Schedule, found: Scan, capacity_bytes: int | None) -> list[int]:
-    """Bytes free during each event, once every value is dropped at its last use."""
-    n = len(schedule.events)
-    change = [0] * (n + 1)
-    for stay in found.stays:
-        change[stay.first] += stay.storage.n_bytes
-        change[stay.last + 1] -= stay.storage.n_bytes
-    free, used = [], 0
-    for i, event in enumerate(schedule.events):
-        used += change[i]
-        free.append((NEVER if capacity_bytes is None else capacity_bytes) - used - event.workspace_bytes)
-    return free
 
 
 def base_nodes(live: Liveness) -> dict[Storage, fx.Node]:

@@ -8,7 +8,9 @@ import torch
 import torch.fx as fx
 
 from . import ops
-from .graph import Role, border_of, info, name_of, output_of
+from .graph import Role, border_of, info, name_of, output_of, set_info
+from .liveness import liveness
+from .text import hint_bounds
 from .torch_compat import STASHED
 
 
@@ -39,6 +41,7 @@ def split(graph: fx.Graph) -> Halves:
     constants = {n for n in crossing if n.op == "get_attr"}
     values = [n for n in crossing if isinstance(n.meta.get("val"), torch.Tensor) and n not in constants]
     symbols = [n for n in crossing if not isinstance(n.meta.get("val"), torch.Tensor)]
+    live = liveness(graph, hint_bounds(graph))
 
     forward, new = fx.Graph(), {}
     for node in [*primals, *(n for n in graph.nodes if n in before)]:
@@ -52,6 +55,8 @@ def split(graph: fx.Graph) -> Halves:
         made = backward.placeholder(node.name)
         made.meta = dict(node.meta)
         new[node] = made
+        if live.of.get(node):
+            set_info(made, tier=live.of[node][0].tier)  # a saved value may be on the host: swapped out, or a generator's state
     for node in graph.nodes:
         if node in after or node in constants:
             new[node] = _copy(backward, node, new)

@@ -45,8 +45,10 @@ class Timeline:
 
 def timeline(graph: fx.Graph, bounds: Bounds, machine: Machine) -> Timeline:
     """The schedule of `graph`: every channel runs in order, a transfer starts when compute reaches it and its channel is free, and
-    compute stops at a `wait` until that transfer's end. Without overlap everything runs one after the other."""
-    now = 0.0
+    compute stops at a `wait` until that transfer's end. A device that overlaps starts nothing before the host has issued it, op by
+    op; without overlap everything runs one after the other."""
+    now = issued_s = 0.0
+    dispatch_s = machine.dispatch_s or 0.0 if machine.overlaps else 0.0
     free: dict[Channel, float] = {}
     done: dict[fx.Node, float] = {}
     spans: list[Span] = []
@@ -62,6 +64,8 @@ def timeline(graph: fx.Graph, bounds: Bounds, machine: Machine) -> Timeline:
             continue
         if not seconds:
             continue
+        issued_s += dispatch_s
+        now = max(now, issued_s)
         start = max(now, free.get(channel, 0.0))
         end = start + seconds
         spans.append(Span(i, name_of(node), channel, start, end))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import weakref
 from collections.abc import Callable, Iterator
 from types import CodeType
@@ -21,6 +22,8 @@ from torch._C._dynamo.eval_frame import reset_code
 from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
 from torch._dynamo.backends.common import aot_autograd as _aot_autograd
 from torch.utils._python_dispatch import _disable_current_modes
+
+from .errors import PlanError
 
 
 def boxed_codegen() -> fx.CodeGen:
@@ -111,12 +114,25 @@ def allow_second_backward() -> None:
         metadata.bw_donated_idxs = []
 
 
+def use_expandable_segments() -> None:
+    """The CUDA caching allocator grows segments in place from now on (torch._C._accelerator_setAllocatorSettings); what the process
+    has in its environment stays, also when it says that they must not grow."""
+    known = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
+    if "expandable_segments" not in known:
+        torch._C._accelerator_setAllocatorSettings(",".join(filter(None, [known, "expandable_segments:True"])))
+
+
 CAPTURE_FAILURES = (torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit)
 
 
-def inner_error(error: Exception) -> Exception | None:
-    """What our backend raised when that is the failure, else None."""
-    return error.inner_exception if isinstance(error, torch._dynamo.exc.BackendCompilerFailed) else None
+def inner_error(error: BaseException) -> BaseException | None:
+    """What our backend raised, or one of our ops while it was traced, when that is the failure, else None."""
+    if isinstance(error, torch._dynamo.exc.BackendCompilerFailed):
+        return error.inner_exception
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, PlanError):
+        cause = cause.__cause__ or cause.__context__
+    return cause
 
 
 def failure_text(error: Exception) -> str:
@@ -179,3 +195,8 @@ def source_names(gm: fx.GraphModule) -> list[str | None]:
         name = source.name
         names.append(name() if callable(name) else name)
     return names
+
+
+def device_sleep(cycles: int) -> None:
+    """Keeps the current CUDA stream busy for `cycles` of the device's clock (torch.cuda._sleep)."""
+    torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]

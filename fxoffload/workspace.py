@@ -35,7 +35,7 @@ class Workspace:
     def __call__(self, node: fx.Node) -> int:
         if node.op != "call_function":
             return 0
-        formula, kernel = _FORMULAS.get(node.target), _KERNELS.get(node.target)
+        formula, kernel = self._formula(node.target), _KERNELS.get(node.target)
         if formula is None and kernel is None:
             return 0
         args = tree_map(self._concrete, tuple(node.args), is_leaf=lambda value: isinstance(value, fx.Node))
@@ -43,6 +43,11 @@ class Workspace:
         if key not in self._known:
             self._known[key] = formula(*args) if formula is not None else self._composed(node.target, kernel, args)  # type: ignore[arg-type]
         return self._known[key]
+
+    def _formula(self, target: object) -> Callable[..., int] | None:
+        if target is neutral.linear_8bit:
+            return _linear_8bit_on_cpu if self.device_type == "cpu" else _linear_8bit
+        return _FORMULAS.get(target) or _NAMED.get(str(target))
 
     def _concrete(self, value: object) -> object:
         """Operands as meta tensors of their largest size, symbols as numbers."""
@@ -180,6 +185,27 @@ def _is_channels_last(tensor: torch.Tensor) -> bool:
     return tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
 
 
+def _linear_8bit_on_cpu(src: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, *_: object) -> int:
+    """The dequantized weight and its factors."""
+    return weight.numel() * src.element_size() + scale.nbytes
+
+
+def _linear_8bit(src: torch.Tensor, weight: torch.Tensor, *_: object) -> int:
+    """`src` in half precision and in int8 with a scale per row, int32 sums, the product in half precision where `src` has another
+    dtype. The columns of outliers, a few of thousands, are left out: how many there are is in the values."""
+    rows, n_out = src.numel() // src.shape[-1], weight.shape[0]
+    casts = src.numel() * 2 if src.dtype != torch.float16 else 0
+    return casts + src.numel() + rows * 4 + rows * n_out * (4 + (2 if casts else 0))
+
+
+def _gemm_4bit(src: torch.Tensor, weight: torch.Tensor, shape: list[int], absmax: torch.Tensor, blocksize: int, kind: str,
+               bias: object = None, absmax_8bit: torch.Tensor | None = None, *_: object) -> int:
+    """The dequantized weight; under double quantization its scales too, which are made first, by a sum of two."""
+    scales = 0 if absmax_8bit is None else absmax_8bit.numel() * 4
+    return max(2 * scales, scales + math.prod(shape) * src.element_size())
+
+
+_NAMED: Mapping[str, Callable[..., int]] = {"bitsandbytes.gemm_4bit.default": _gemm_4bit}
 _FORMULAS: Mapping[object, Callable[..., int]] = {
     _aten._safe_softmax.default: _safe_softmax,
     _aten.logsumexp.default: _logsumexp,

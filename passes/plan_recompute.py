@@ -8,11 +8,10 @@ or view of one is ever saved. Option `blocks`: how many of the blocks, in order,
 
 from __future__ import annotations
 
-import re
-
 import torch
 import torch.fx as fx
 
+from fxoffload.blocks import block_of, block_position
 from fxoffload.effects import Tier
 from fxoffload.cost import flops
 from fxoffload.graph import Bounds, Role, border_of, info, name_of, output_of
@@ -21,7 +20,6 @@ from fxoffload.pipeline import Context, Pass
 from fxoffload.plans import Decision, Recompute
 from fxoffload.spill import base_nodes
 
-_BLOCK = re.compile(r"^(?:.*?\.)?\d+(?=[./])")
 _COSTLY = frozenset({"embedding", "sort", "topk", "cumsum", "convolution", "native_batch_norm", "_native_batch_norm_legit"})
 
 
@@ -88,19 +86,10 @@ def _recomputed(storage: Storage, node: fx.Node, closure: set[fx.Node], live: Li
         return True
     if keep == "blocks":
         block = block_of(name_of(node))
-        if block is not None and (blocks < 0 or _position(block) < blocks):
+        position = block_position(name_of(node))
+        if block is not None and position is not None and (blocks < 0 or position < blocks):
             return not _crosses(storage, block, live, border)
     return is_cheap(node, bounds)
-
-
-def block_of(name: str) -> str | None:
-    """The repeated block a canonical name lies in: its module path up to the first numbered module; None outside."""
-    found = _BLOCK.match(name)
-    return found.group(0) if found else None
-
-
-def _position(block: str) -> int:
-    return int(block.rsplit(".", 1)[-1])
 
 
 def _crosses(storage: Storage, block: str, live: Liveness, border: fx.Node) -> bool:

@@ -1,22 +1,22 @@
 """plan-swap: when each parameter is gathered and which values leave the device and return, under the device budget.
 
-Runs on a graph whose recomputation is already decided. Belady's rule over the schedule (fxoffload/spill.py) chooses; a machine
-whose transfers overlap with compute starts them earlier, as far as the memory left over allows.
+Runs on a graph whose recomputation is already decided. Belady's rule over the schedule (fxoffload/spill.py) chooses, in what
+option `slack_bytes` leaves of the budget. On a machine whose transfers overlap with compute, copies start earlier and are awaited
+later (fxoffload/overlap.py), as far as the slack and what else is free allow.
 """
 
 from __future__ import annotations
 
 import torch.fx as fx
 
-from fxoffload.cost import node_s
-from fxoffload.effects import Channel, Tier
+from fxoffload.effects import Tier
 from fxoffload.errors import PlanError
 from fxoffload.graph import border_of, info, name_of
 from fxoffload.liveness import Liveness
-from fxoffload.machine import Machine
+from fxoffload.overlap import Rates, overlapped
 from fxoffload.pipeline import Context, Pass
-from fxoffload.plans import Decision, Gather, SwapIn, SwapOut
-from fxoffload.spill import Scan, Schedule, base_nodes, prefetched
+from fxoffload.plans import Decision, Gather, Sink, SwapIn, SwapOut
+from fxoffload.spill import Scan, Schedule, base_nodes
 
 
 def decisions_of(live: Liveness, scan: Scan, tier: Tier, border: int, overlaps: bool = True) -> tuple[Decision, ...]:
@@ -38,6 +38,8 @@ def decisions_of(live: Liveness, scan: Scan, tier: Tier, border: int, overlaps: 
             made.append((load.before, Gather(info(base).fqn or name_of(base), start, before)))
         else:
             made.append((load.before, SwapIn(name_of(base), start, before)))
+    for sunk in scan.sinks:
+        made.append((sunk.until, Sink(name_of(nodes[sunk.start]).removesuffix("/out"), name_of(nodes[sunk.until]))))
     made.sort(key=lambda pair: pair[0])
     return tuple(decision for _, decision in made)
 
@@ -45,24 +47,20 @@ def decisions_of(live: Liveness, scan: Scan, tier: Tier, border: int, overlaps: 
 def run(graph: fx.Graph, ctx: Context) -> tuple[Decision, ...]:
     """The decisions for `graph` under `ctx.device_budget_bytes` (unlimited when None). Raises PlanError when it cannot fit."""
     schedule = Schedule.of(graph, ctx.bounds, ctx.workspace)
-    found = schedule.scan(ctx.device_budget_bytes, ctx.kept_values, ctx.swapped_values)
+    budget = ctx.device_budget_bytes
+    slack = int(ctx.options.get("slack_bytes", 0))
+    found = schedule.scan(None if budget is None else budget - slack, ctx.kept_values, ctx.swapped_values)
     live = schedule.live
     if found.shortfall_bytes:
         raise PlanError(
             f"{found.shortfall_bytes} bytes short at {name_of(live.nodes[found.worst])}", shortfall_bytes=found.shortfall_bytes
         )
-    overlaps = ctx.machine is None or ctx.machine.overlaps
-    if ctx.machine is not None and overlaps:
-        found = _prefetched(schedule, found, ctx, ctx.machine)
+    if ctx.machine is not None:
+        fixed_bytes = sum(s.n_bytes for s in schedule.fixed)
+        found = overlapped(schedule, found, None if budget is None else budget - fixed_bytes, Rates.of(schedule, ctx.bounds, ctx.machine))
     border = border_of(graph)
+    overlaps = ctx.machine is None or ctx.machine.overlaps
     return decisions_of(live, found, ctx.swap_tier, live.index[border] if border is not None else -1, overlaps)
 
 
-def _prefetched(schedule: Schedule, found: Scan, ctx: Context, machine: Machine) -> Scan:
-    fixed_bytes = sum(s.n_bytes for s in schedule.fixed)
-    capacity = None if ctx.device_budget_bytes is None else ctx.device_budget_bytes - fixed_bytes
-    seconds = [node_s(schedule.live.nodes[event.index], ctx.bounds, machine)[1] for event in schedule.events]
-    return prefetched(schedule, found, capacity, seconds, lambda n_bytes: machine.transfer_s(n_bytes, Channel.H2D))
-
-
-PASS = Pass("plan-swap", run)
+PASS = Pass("plan-swap", run, options={"slack_bytes": 0})

@@ -7,12 +7,12 @@ import torch.fx as fx
 from fxoffload import ops
 from fxoffload.graph import by_name
 from fxoffload.pipeline import Context, Pass
-from fxoffload.plans import SwapOut
+from fxoffload.plans import Sink, SwapOut
 from fxoffload.versions import last_element
 
 
 def run(graph: fx.Graph, ctx: Context) -> fx.Graph:
-    """`graph` with the wait of each swap_out right after its decision's `until`."""
+    """`graph` with the wait of each swap_out and of each gradient right after its decision's `until`."""
     if ctx.plan is None:
         return graph
     nodes = by_name(graph)
@@ -20,6 +20,8 @@ def run(graph: fx.Graph, ctx: Context) -> fx.Graph:
         if isinstance(decision, SwapOut) and decision.until != decision.after:
             ready = nodes[f"{decision.value}^0"]
             last_element(nodes[decision.until]).append(ready)
+        elif isinstance(decision, Sink):
+            last_element(nodes[decision.until]).append(nodes[decision.value])
     return graph
 
 

@@ -9,12 +9,13 @@ import logging
 import os
 import sys
 import traceback
+import warnings
 from collections.abc import Sequence
 from typing import Annotated
 
 import typer
 
-from fxoffload.cli import check, diff, inspect, opt, plan, train
+from fxoffload.cli import calibrate, check, diff, inspect, opt, plan, train
 from fxoffload.errors import PlanError, VerifyError
 
 FAILED, BAD_ARGUMENTS, INTERRUPTED = 1, 2, 130
@@ -25,7 +26,7 @@ app = typer.Typer(
     add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
     help="A memory compiler for PyTorch training: plan and train inside byte budgets.",
 )
-for _command in (plan, train, inspect, diff, opt, check):
+for _command in (plan, train, inspect, diff, opt, calibrate, check):
     app.command(_command.__name__.rpartition(".")[2])(_command.run)
 
 
@@ -40,6 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     debug = "--debug" in words
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # models come from local folders; HF_HUB_OFFLINE=0 in the shell overrules
     logging.basicConfig(format="%(message)s", level=logging.WARNING, stream=sys.stderr)
+    warnings.simplefilter("default" if debug else "ignore", FutureWarning)  # of our libraries about each other: no user can act on them
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns about kernels from the hub that nobody asked for
     logging.getLogger("fxoffload").setLevel(logging.DEBUG if debug else logging.INFO)
     try:
@@ -65,7 +67,8 @@ def _message(error: BaseException) -> str:
     if isinstance(error, _USAGE_ERROR):
         return str(error.format_message())  # type: ignore[attr-defined]  # str() leaves the option's name out
     if isinstance(error, OSError):
-        return error.strerror or str(error)
+        reason = error.strerror or str(error)
+        return f"{error.filename}: {reason}" if error.filename else reason
     if isinstance(error, (ValueError, PlanError, VerifyError, FloatingPointError)):
         return str(error)
     return f"{type(error).__name__}: {error} (--debug shows where)"

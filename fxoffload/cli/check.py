@@ -8,8 +8,6 @@ import platform
 import resource
 import shutil
 import subprocess
-import tempfile
-import time
 from pathlib import Path
 from typing import Annotated, Optional
 
@@ -122,25 +120,12 @@ def _bitsandbytes() -> Facts:
 
 
 def _disk(folder: Path) -> Facts:
-    if not folder.is_dir():
-        raise ValueError(f"--disk-dir: {folder} is not a folder")
-    block = os.urandom(2**20)  # incompressible
-    with tempfile.TemporaryFile(dir=folder) as file:
-        started = time.perf_counter()
-        for _ in range(DISK_PROBE_BYTES // len(block)):
-            file.write(block)
-        file.flush()
-        os.fsync(file.fileno())
-        write_s = time.perf_counter() - started
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # else the page cache answers
-        file.seek(0)
-        started = time.perf_counter()
-        while file.read(len(block)):
-            pass
-        read_s = time.perf_counter() - started
+    from fxoffload.calibration.host import disk
+
+    written, read = disk(folder, DISK_PROBE_BYTES)
     return {
-        "disk_dir": str(folder.resolve()), "disk_free_bytes": shutil.disk_usage(folder).free,
-        "disk_write_bytes_per_s": DISK_PROBE_BYTES / write_s, "disk_read_bytes_per_s": DISK_PROBE_BYTES / read_s,
+        "disk_dir": str(folder.resolve()), "disk_free_bytes": shutil.disk_usage(folder).free, "disk_write_bytes_per_s": written,
+        "disk_read_bytes_per_s": read,
     }
 
 

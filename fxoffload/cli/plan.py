@@ -38,7 +38,7 @@ def run(
     batch: Annotated[int, typer.Option(min=1, help="Rows of one batch.")],
     seq: Annotated[int, typer.Option(min=1, help="Tokens of one row.")],
     device_budget: Annotated[str, typer.Option(help="Bytes of device memory, for example 24GiB.")],
-    host_budget: Annotated[Optional[str], typer.Option(help="Bytes of host memory. Default: what this host has free.")] = None,
+    host_budget: Annotated[Optional[str], typer.Option(help="Bytes of host memory. Default: not limited.")] = None,
     lora: Annotated[Optional[str], typer.Option(help="LoRA adapters: r=16[,alpha=32,targets=q_proj+v_proj,dora=true].")] = None,
     load_in: Annotated[Optional[LoadIn], typer.Option(help="Quantize the frozen base with bitsandbytes; needs --lora.")] = None,
     machine: Annotated[Optional[str], typer.Option(help="A machine file or a shipped name, for example rtx3090.")] = None,
@@ -54,7 +54,7 @@ def run(
 
     if load_in is not None and lora is None:
         raise ValueError("--load-in: a quantized base is frozen, so something else must train; add --lora r=16")
-    options = _plan_options(device_budget, host_budget, lora, load_in, machine, optimizer, dtype)
+    options = _plan_options(device_budget, host_budget, lora, load_in, machine, optimizer, dtype) | {"report": html}
     config = _model_config(model, dtype)
     started = time.perf_counter()
     try:
@@ -69,10 +69,6 @@ def run(
         plan.save(save)
     if json is not None:
         write_json(json, _numbers(plan, batch * seq, plan_s))
-    if html is not None:
-        from fxoffload.report import html as page
-
-        page.write(plan, html)
     return 0
 
 

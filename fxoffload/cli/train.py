@@ -51,7 +51,8 @@ def _bar() -> Progress:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     text = TextColumn("loss {task.fields[loss]} | {task.fields[rate]} tok/s | device {task.fields[device]}")
-    return Progress(MofNCompleteColumn(), BarColumn(), text, TimeRemainingColumn(), console=Console(stderr=True))
+    console = Console(stderr=True)
+    return Progress(MofNCompleteColumn(), BarColumn(), text, TimeRemainingColumn(), console=console, disable=not console.is_terminal)
 
 
 def _reporter(bar: Progress) -> Callable[[StepReport], None]:

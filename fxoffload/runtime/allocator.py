@@ -11,19 +11,24 @@ import torch.fx as fx
 from ..effects import Tier
 from ..graph import info
 from ..testing.meter import DeviceMeter
+from ..torch_compat import use_expandable_segments
 from .host_memory import HostMemory
 
 
 class Cap:
     """Keeps a caching allocator's reserved bytes within a budget: what it caches for reuse counts like what is in use.
 
-    A process that has set a memory fraction itself keeps it. On devices without such a limit nothing is set.
+    Segments grow in place (expandable), so that a full budget is not lost between blocks, unless the process has said otherwise in
+    PYTORCH_ALLOC_CONF. A process that has set a memory fraction itself keeps it. On devices without such a limit nothing is set.
     """
 
     def __init__(self, device: torch.device, budget_bytes: int) -> None:
         self.device = device
         self._is_set = False
-        if device.type != "cuda" or torch.cuda.get_per_process_memory_fraction(device) < 1.0:
+        if device.type != "cuda":
+            return
+        use_expandable_segments()
+        if torch.cuda.get_per_process_memory_fraction(device) < 1.0:
             return
         torch.cuda.empty_cache()
         total = torch.cuda.get_device_properties(device).total_memory

@@ -12,9 +12,9 @@ import torch
 import torch.fx as fx
 
 from .. import ops
-from ..graph import root_of
+from ..effects import Alloc, Tier
+from ..graph import root_of, tensors_in
 from ..torch_compat import boxed_codegen
-from ..graph import tensors_in
 from .transfers import SynchronousEngine, StreamEngine
 
 Boxed = Callable[[list[object]], Sequence[object]]
@@ -25,7 +25,8 @@ def compile_eager(
 ) -> Boxed:
     """A function of one list (which it empties) that runs `graph`.
 
-    `finishes`: host results are readable when it returns. `observe` is called with every operator's result and, to keep them, operands.
+    `finishes`: host results are readable when it returns. `observe` is called with every operator's result on the device and,
+    to keep them, its operands.
     """
     lowered = _lower(graph, engine, observe)
     lowered.set_codegen(boxed_codegen())
@@ -60,10 +61,17 @@ def _lower(graph: fx.Graph, engine: SynchronousEngine | StreamEngine, observe: C
         new[node] = lowered.node_copy(node, lambda n: new[n])
         new[node].meta = {}
         _bind(new[node], engine)
-        if observe is not None and node.op == "call_function" and tensors_in(node.meta.get("val")):
+        if observe is not None and _gives_device_bytes(node):
             # The operands too: they must live until their operator's result is counted, as they do while it runs.
             lowered.call_function(observe, (new[node], *(new[o] for o in node.all_input_nodes if isinstance(o.meta.get("val"), torch.Tensor))))
     return lowered
+
+
+def _gives_device_bytes(node: fx.Node) -> bool:
+    """False for what makes host memory, such as a generator's saved state: on plain "cpu" only the graph can tell them apart."""
+    spec = ops.spec_of(node)
+    tiers = [e.tier for e in spec.effects if isinstance(e, Alloc)] if spec is not None else []
+    return node.op == "call_function" and bool(tensors_in(node.meta.get("val"))) and all(tier is Tier.DEVICE for tier in tiers)
 
 
 def _bind(node: fx.Node, engine: SynchronousEngine | StreamEngine) -> None:

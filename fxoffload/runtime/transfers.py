@@ -24,7 +24,7 @@ class Engine(Protocol):
     def wait(self, transfer: object) -> torch.Tensor: ...
 
     def finish(self) -> None:
-        """Returns when every byte sent to the host is readable there."""
+        """Returns when every byte sent to the host is readable there, and what went to the device may be written."""
 
 
 class SynchronousEngine:
@@ -92,9 +92,8 @@ class StreamEngine:
     def swap_out(self, src: torch.Tensor, tier: str) -> Transfer:
         out = self.memory.empty_like(src, Tier(tier))
         self.moved_bytes["d2h"] += out.nbytes
-        if self._last_in is not None:
-            # The host block may be one that a copy to the device still reads: its tensor is gone, its bytes are not.
-            self.d2h.wait_event(self._last_in)
+        # The host block may be one that a copy to the device read before: its wait is behind us on the compute stream, which the
+        # side stream waits for.
         transfer = self._copy(out, src, self.d2h)
         self._to_host.append(transfer)
         return transfer
@@ -106,9 +105,13 @@ class StreamEngine:
 
     def finish(self) -> None:
         if self._to_host:
-            # In order on one stream, and behind every copy to the device: the last one ends them all.
+            # In order on one stream: the last one ends them all.
             self._to_host[-1].done.synchronize()
             self._to_host.clear()
+        if self._last_in is not None:
+            # The caller may write what the copies to the device read.
+            self._last_in.synchronize()
+            self._last_in = None
 
     def _copy(self, out: torch.Tensor, src: torch.Tensor, stream: torch.Stream) -> Transfer:
         stream.wait_stream(self.module.current_stream(self.device))

@@ -1,0 +1,1 @@
+"""Measuring a Machine: `run.calibrate` makes the JSON that `fxoffload.machine` loads."""

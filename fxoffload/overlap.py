@@ -1,0 +1,180 @@
+"""Overlap: how far a scan's transfers are pulled apart from their waits, and the seconds its events then take.
+
+A copy to the device starts early enough to end before its use, a copy to the host is awaited when it has ended, as far as the
+memory that is left allows. `schedule_s` is the list schedule of events and copies on their channels: what `timeline` says of the
+lowered graph, without lowering it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch.fx as fx
+
+from . import ops
+from .cost import node_s
+from .effects import Channel
+from .graph import Bounds
+from .liveness import Storage
+from .machine import Machine
+from .spill import NEVER, Event, Load, Scan, Schedule, Spill, Sunk
+
+# Copies are planned as if they took this many times as long: the estimate of compute is not exact, and copies slow each other.
+_SLACK = 1.5
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Seconds of every event of a Schedule, of copies of that many bytes, and of issuing one event."""
+
+    event_s: Sequence[float]
+    h2d_s: Callable[[int], float]
+    d2h_s: Callable[[int], float]
+    overlaps: bool
+    dispatch_s: float = 0.0
+
+    @staticmethod
+    def of(schedule: Schedule, bounds: Bounds, machine: Machine) -> Rates:
+        """The rates of `schedule` on `machine`; copies among the events take no seconds of compute."""
+        costs = (node_s(schedule.live.nodes[event.index], bounds, machine) for event in schedule.events)
+        event_s = [seconds if channel is Channel.COMPUTE else 0.0 for channel, seconds in costs]
+        return Rates(
+            event_s, lambda n: machine.transfer_s(n, Channel.H2D), lambda n: machine.transfer_s(n, Channel.D2H), machine.overlaps,
+            machine.dispatch_s or 0.0)
+
+
+def overlapped(schedule: Schedule, found: Scan, capacity_bytes: int | None, rates: Rates) -> Scan:
+    """The same scan with every load started earlier and every gradient awaited later.
+
+    `capacity_bytes`: device bytes beside the fixed inputs, None without a limit. Loads keep their order on the channel.
+    """
+    if not rates.overlaps:
+        return found
+    free = _free_bytes(schedule, found, capacity_bytes)
+    before_use = [0.0]
+    for seconds in rates.event_s:
+        before_use.append(before_use[-1] + seconds)
+    loads = _earlier(schedule, found, free, before_use, rates)
+    return replace(found, loads=loads, sinks=_later(schedule, found, free, before_use, rates))
+
+
+def _earlier(schedule: Schedule, found: Scan, free: list[int], before_use: list[float], rates: Rates) -> list[Load]:
+    position = {event.index: i for i, event in enumerate(schedule.events)}
+    gone: dict[Storage, int] = {spill.storage: position[spill.until] for spill in found.spills}
+    border = _border_position(schedule)
+    loads = []
+    # From the last load backwards: a load's copy must end before its use and before the next copy on the channel starts.
+    deadline_s = float("inf")
+    for load in sorted(found.loads, key=lambda one: -one.before):
+        at = position[load.before]
+        deadline_s = min(deadline_s, before_use[at]) - rates.h2d_s(load.storage.n_bytes) * _SLACK
+        # A copy that is under way cannot be handed from forward to backward.
+        start, lowest = at, max(gone.get(load.storage, -1) + 1, border + 1 if at > border else 0)
+        while start > lowest and free[start - 1] >= load.storage.n_bytes and before_use[start] > deadline_s:
+            start -= 1
+            free[start] -= load.storage.n_bytes
+        loads.append(Load(load.storage, load.before, schedule.events[start].index))
+    return sorted(loads, key=lambda one: (one.before, one.start))
+
+
+def _later(schedule: Schedule, found: Scan, free: list[int], before_use: list[float], rates: Rates) -> list[Sunk]:
+    """Where each gradient's copy is awaited: at the first event that starts after its end, or earlier for want of memory."""
+    sent = {spill.after: spill.storage.n_bytes for spill in found.spills}
+    d2h_s, sinks, last = 0.0, [], len(schedule.events) - 2
+    for i, event in enumerate(schedule.events):
+        if event.index in sent:
+            d2h_s = max(d2h_s, before_use[i + 1]) + rates.d2h_s(sent[event.index]) * _SLACK
+        if not _is_sink(schedule.live.nodes[event.index]):
+            continue
+        n_bytes = _bytes(event)
+        d2h_s = max(d2h_s, before_use[i + 1]) + rates.d2h_s(n_bytes) * _SLACK
+        until = i
+        while until < last and free[until + 1] >= n_bytes and before_use[until + 1] < d2h_s:
+            until += 1
+            free[until] -= n_bytes
+        sinks.append(Sunk(event.index, schedule.events[until].index))
+    return sinks
+
+
+def _is_sink(node: fx.Node) -> bool:
+    return node.target is ops.swap_out
+
+
+def schedule_s(schedule: Schedule, found: Scan, rates: Rates) -> float:
+    """Seconds from the first event to the end of the last event or copy."""
+    if not rates.overlaps:
+        copies = sum(rates.h2d_s(load.storage.n_bytes) for load in found.loads) + sum(rates.d2h_s(s.storage.n_bytes) for s in found.spills)
+        return sum(rates.event_s) + copies + sum(rates.d2h_s(_bytes(e)) for e in schedule.events if _is_sink(schedule.live.nodes[e.index]))
+    return _Run(schedule, found, rates).end_s()
+
+
+class _Run:
+    """One pass over the events with the clocks of the three channels."""
+
+    def __init__(self, schedule: Schedule, found: Scan, rates: Rates) -> None:
+        self.schedule, self.rates = schedule, rates
+        self.now = self.issued = self.h2d = self.d2h = 0.0
+        self.on_host: dict[Storage, float] = {}
+        self.arrived: dict[Load, float] = {}
+        self.starting: dict[int, list[Load]] = defaultdict(list)
+        self.awaited: dict[int, list[Load]] = defaultdict(list)
+        for load in found.loads:
+            self.starting[load.start].append(load)
+            self.awaited[load.before].append(load)
+        self.leaving: dict[int, list[Spill]] = defaultdict(list)
+        self.left: dict[int, list[Spill]] = defaultdict(list)
+        for spill in found.spills:
+            self.leaving[spill.after].append(spill)
+            self.left[spill.until].append(spill)
+        self.until = {sunk.start: sunk.until for sunk in found.sinks}
+        self.sunk: dict[int, float] = defaultdict(float)
+
+    def end_s(self) -> float:
+        for event, seconds in zip(self.schedule.events, self.rates.event_s):
+            for load in self.starting.get(event.index, ()):
+                begin = max(self.now, self.h2d, self.on_host.get(load.storage, 0.0))
+                self.h2d = self.arrived[load] = begin + self.rates.h2d_s(load.storage.n_bytes)
+            for load in self.awaited.get(event.index, ()):
+                self.now = max(self.now, self.arrived[load])
+            self.issued += self.rates.dispatch_s
+            self.now = max(self.now, self.issued) + seconds
+            for spill in self.leaving.get(event.index, ()):
+                self.on_host[spill.storage] = self._send(spill.storage.n_bytes)
+            if _is_sink(self.schedule.live.nodes[event.index]):
+                at = self.until.get(event.index, event.index)
+                self.sunk[at] = max(self.sunk[at], self._send(_bytes(event)))
+            left = [self.on_host.get(spill.storage, 0.0) for spill in self.left.get(event.index, ())]
+            self.now = max(self.now, self.sunk.get(event.index, 0.0), *left)
+        return max(self.now, self.h2d, self.d2h)
+
+    def _send(self, n_bytes: int) -> float:
+        self.d2h = max(self.now, self.d2h) + self.rates.d2h_s(n_bytes)
+        return self.d2h
+
+
+def _bytes(event: Event) -> int:
+    return sum(s.n_bytes for s in event.reads)
+
+
+def _border_position(schedule: Schedule) -> int:
+    """Where the border stands in the event list; beyond its end in a graph without a backward."""
+    for i, event in enumerate(schedule.events):
+        if schedule.live.nodes[event.index].target is ops.backward:
+            return i
+    return len(schedule.events)
+
+
+def _free_bytes(schedule: Schedule, found: Scan, capacity_bytes: int | None) -> list[int]:
+    """Bytes free during each event, once every value is dropped at its last use."""
+    n = len(schedule.events)
+    change = [0] * (n + 1)
+    for stay in found.stays:
+        change[stay.first] += stay.storage.n_bytes
+        change[stay.last + 1] -= stay.storage.n_bytes
+    free, used = [], 0
+    for i, event in enumerate(schedule.events):
+        used += change[i]
+        free.append((NEVER if capacity_bytes is None else capacity_bytes) - used - event.workspace_bytes)
+    return free

@@ -1,0 +1,159 @@
+"""The Work of a node: what kind of kernel it is, and how many bytes and FLOPs it has, at the bounds. No machine in it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.fx as fx
+
+from .graph import Bounds, op_name, tensor_bytes, tensors_in
+
+_DTYPE_WORDS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+_CREATED = frozenset(
+    "arange empty empty_like full full_like new_empty "
+    "new_full new_ones new_zeros ones ones_like rand randn scalar_tensor zeros zeros_like".split()
+)
+_COPIES = frozenset(
+    "_to_copy cat clone constant_pad_nd copy copy_ flip repeat roll select_backward "
+    "select_scatter slice_backward slice_scatter stack".split()
+)
+_REDUCTIONS = frozenset(
+    "_fused_rms_norm _fused_rms_norm_backward all amax amin any argmax argmin linalg_vector_norm max mean min native_batch_norm "
+    "native_batch_norm_backward native_group_norm native_group_norm_backward native_layer_norm native_layer_norm_backward prod sum var "
+    "var_mean".split()
+)
+_SOFTMAXES = frozenset(
+    "_log_softmax _log_softmax_backward_data _safe_softmax _softmax _softmax_backward_data logsumexp nll_loss_backward "
+    "nll_loss_forward".split()
+)
+_GATHERS = frozenset("embedding gather index index_select".split())
+_SCATTERS = frozenset("_unsafe_index_put embedding_dense_backward index_add index_put scatter scatter_add".split())
+_DROPOUTS = frozenset("dropout dropout_backward native_dropout native_dropout_backward".split())
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """`kind`: "matrix", "attention_forward", "attention_backward", one of MEMORY_KINDS, or "unknown".
+
+    `dtype`: the word for what is multiplied ("other" for integers and the like). `n_bytes`: read and written. `size`: (m, k, n) of a
+    matrix product that runs `times` times.
+    """
+
+    kind: str
+    dtype: str
+    n_bytes: int
+    n_flops: int = 0
+    size: tuple[int, int, int] = (0, 0, 0)
+    times: int = 1
+    head_dim: int = 0
+
+
+def work_of(node: fx.Node, bounds: Bounds) -> Work:
+    """What the kernel of a call that returns tensors does."""
+    name = op_name(node)
+    found = _product(name, node, bounds) or _attention(name, node, bounds)
+    return found if found is not None else Work(_kind(name, node), "other", _moved_bytes(name, node, bounds))
+
+
+def touched_bytes(node: fx.Node, bounds: Bounds) -> int:
+    """Bytes of the node's operands and results, each once."""
+    values = [v for o in node.all_input_nodes for v in tensors_in(o.meta.get("val"))] + tensors_in(node.meta.get("val"))
+    return sum(tensor_bytes(v, bounds) for v in values)
+
+
+# Bound by memory ------------------------------------------------------------------------------------------------------
+
+
+def _kind(name: str, node: fx.Node) -> str:
+    if name in _CREATED or name in _COPIES:
+        return "copy"
+    for kind, names in (("reduction", _REDUCTIONS), ("softmax", _SOFTMAXES), ("gather", _GATHERS), ("scatter", _SCATTERS)):
+        if name in names:
+            return kind
+    if name in _DROPOUTS:
+        return "binary"
+    if torch.Tag.pointwise in getattr(node.target, "tags", ()):
+        return "pointwise" if len(node.all_input_nodes) < 2 else "binary"
+    return "unknown"
+
+
+def _moved_bytes(name: str, node: fx.Node, bounds: Bounds) -> int:
+    """Bytes read and written: of a table only the rows that are read, of a new tensor only itself."""
+    written = sum(tensor_bytes(v, bounds) for v in tensors_in(node.meta["val"]))
+    if name in _CREATED:
+        return written
+    if name in _GATHERS:
+        read = [v for o in node.all_input_nodes[1:] for v in tensors_in(o.meta.get("val"))]
+        return 2 * written + sum(tensor_bytes(v, bounds) for v in read)
+    return touched_bytes(node, bounds)
+
+
+# Matrix products ------------------------------------------------------------------------------------------------------
+
+
+def _product(name: str, node: fx.Node, bounds: Bounds) -> Work | None:
+    """A product of matrices, a convolution as the product it is computed by, None for all else."""
+    if name.startswith("convolution"):
+        return _convolution(node, bounds, backward="backward" in name)
+    if name in ("mm", "_int_mm", "addmm"):
+        (m, k), (_, n) = _shapes(node, bounds, *((0, 1) if name != "addmm" else (1, 2)))
+    elif name in ("bmm", "baddbmm"):
+        (b, rows, k), (_, _, n) = _shapes(node, bounds, *((0, 1) if name == "bmm" else (1, 2)))
+        m = b * rows
+    elif name in ("_grouped_mm", "grouped_mm_fallback", "grouped_mm_fallback_backward"):
+        (m, k), weight = _shapes(node, bounds, 0, 1)
+        return _matrix_work(node, bounds, (m, k, weight[-1]), 2 if "backward" in name else 1)
+    elif name in ("gemm_4bit", "linear_8bit"):  # bitsandbytes: rows times a packed weight
+        source, (out,) = _shapes(node, bounds, 0)[0], tensors_in(node.meta["val"])
+        m, k, n = math.prod(source[:-1]), source[-1], bounds.shape_of(out)[-1]
+    else:
+        return None
+    return _matrix_work(node, bounds, (m, k, n))
+
+
+def _matrix_work(node: fx.Node, bounds: Bounds, size: tuple[int, int, int], times: int = 1) -> Work:
+    m, k, n = size
+    return Work("matrix", _dtype(node), touched_bytes(node, bounds), 2 * m * k * n * times, size, times)
+
+
+def _convolution(node: fx.Node, bounds: Bounds, backward: bool) -> Work:
+    """Implicit GEMM: every output position is a row, every weight of one output channel a step of k; backward makes two products."""
+    weight = _shapes(node, bounds, 2 if backward else 1)[0]
+    out = _shapes(node, bounds, 0)[0] if backward else bounds.shape_of(tensors_in(node.meta["val"])[0])
+    positions = math.prod(out) // max(out[1], 1)
+    return _matrix_work(node, bounds, (positions, math.prod(weight[1:]), out[1]), 2 if backward else 1)
+
+
+# Attention ------------------------------------------------------------------------------------------------------------
+
+
+def _attention(name: str, node: fx.Node, bounds: Bounds) -> Work | None:
+    """Fused attention: 4bhqkd FLOPs forward (two products), 10bhqkd backward (five), both halved when causal."""
+    if not (name.startswith("attention") or name.startswith("_scaled_dot_product")):
+        return None
+    backward = "backward" in name
+    query, key = _shapes(node, bounds, *((1, 2) if backward else (0, 1)))
+    n_flops = (10 if backward else 4) * query[0] * query[1] * query[2] * key[2] * query[3]
+    if _argument(node, "causal") is True or _argument(node, "is_causal") is True:
+        n_flops //= 2
+    kind = "attention_backward" if backward else "attention_forward"
+    return Work(kind, _dtype(node), touched_bytes(node, bounds), n_flops, head_dim=query[3])
+
+
+def _argument(node: fx.Node, name: str) -> object:
+    """What the node passes for a schema argument, None where it has none of that name or leaves the default."""
+    for i, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+        if argument.name == name:
+            return node.args[i] if i < len(node.args) else node.kwargs.get(name)
+    return None
+
+
+def _shapes(node: fx.Node, bounds: Bounds, *positions: int) -> list[tuple[int, ...]]:
+    return [bounds.shape_of(node.args[i].meta["val"]) for i in positions]  # type: ignore[union-attr]
+
+
+def _dtype(node: fx.Node) -> str:
+    first = next(v for a in node.args if isinstance(a, fx.Node) for v in tensors_in(a.meta.get("val")))
+    return _DTYPE_WORDS.get(first.dtype, "other")

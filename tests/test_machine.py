@@ -1,0 +1,179 @@
+"""Machine files: what loads, what is refused and by which name, and how rates follow size."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import math
+from importlib import resources
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fxoffload.effects import Channel, Tier
+from fxoffload.machine import Machine, load_machine, machine_from, shipped_machines
+from fxoffload.rates import MEMORY_KINDS, Curve, MatrixRate
+
+pytestmark = pytest.mark.unit
+
+SIZES = st.integers(1, 1 << 34)
+SIDES = st.integers(1, 1 << 18)
+
+
+def raw_of(name: str) -> dict[str, object]:
+    return json.loads(resources.files("fxoffload.machines").joinpath(f"{name}.json").read_text())
+
+
+@pytest.mark.parametrize("name", shipped_machines())
+def test_every_shipped_machine_has_a_positive_rate_for_everything_planned(name: str) -> None:
+    machine = load_machine(name)
+    assert machine.name == name
+    assert {"bf16", "fp16", "fp32"} <= set(machine.matrix)
+    rates = [*machine.flops_per_s.values(), machine.device_bytes_per_s, *machine.channel_bytes_per_s.values()]
+    assert all(0 < rate < math.inf for rate in rates)
+    assert machine.transfer_s(1 << 20, Channel.H2D) < machine.transfer_s(1 << 20, Channel.H2D, Tier.DISK) < 1
+
+
+def test_the_cards_people_ask_for_ship() -> None:
+    assert set(shipped_machines()) >= {
+        "rtx3090", "rtx4090", "rtx5090", "a100-40", "a100-80", "h100", "h200", "l40s", "b200", "cpu",
+    }
+
+
+@pytest.mark.parametrize("name", sorted(set(shipped_machines()) - {"h200", "cpu"}))
+def test_a_data_sheet_file_names_its_document_and_derates_its_peaks(name: str) -> None:
+    raw, machine = raw_of(name), load_machine(name)
+    assert machine.datasheet and "NVIDIA" in machine.source and machine.measured is None
+    assert machine.flops_per_s["bf16"] == pytest.approx(raw["peak"]["flops_per_s"]["bf16"] * raw["prior"]["matrix"])
+    assert machine.device_bytes_per_s < raw["peak"]["device_bytes_per_s"]
+    assert set(machine.memory) == set(MEMORY_KINDS)
+
+
+def test_a_machine_loads_from_a_file_as_from_its_name(tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps(raw_of("h200")))
+    assert load_machine(path) == load_machine("h200") == load_machine(load_machine("h200"))
+
+
+CHANGES = [
+    ("h200", "schema", 1, "schema 2"),
+    ("h200", "name", "", "name"),
+    ("h200", "overlaps", "yes", "overlaps"),
+    ("h200", "overhead_bytes", -1, "overhead_bytes"),
+    ("h200", "overhead_bytes", None, "overhead_bytes"),
+    ("h200", "device_capacity_bytes", 0, "device_capacity_bytes"),
+    ("h200", "dispatch_s", -1e-6, "dispatch_s"),
+    ("h200", "transfers.h2d_pinned.per_s", 0, "transfers.h2d_pinned.per_s"),
+    ("h200", "transfers.h2d_pinned.latency_s", -1.0, "transfers.h2d_pinned.latency_s"),
+    ("h200", "transfers.h2d_pinned.sizes", [16, 4, 64, 256, 1024, 4096, 8192, 16384], "transfers.h2d_pinned.sizes[1]"),
+    ("h200", "transfers.h2d_pinned.seconds", [1.0, 0.5, 2, 3, 4, 5, 6, 7], "transfers.h2d_pinned.seconds[1]"),
+    ("h200", "transfers.h2d_pinned.seconds", [1.0], "transfers.h2d_pinned.seconds"),
+    ("h200", "transfers.duplex_h2d_bytes_per_s", -5, "transfers.duplex_h2d_bytes_per_s"),
+    ("h200", "matrix.fp32", None, "matrix.fp32"),
+    ("h200", "matrix.bf16.flops_per_s", float("nan"), "matrix.bf16.flops_per_s"),
+    ("h200", "matrix.bf16.flops_per_s", True, "matrix.bf16.flops_per_s"),
+    ("h200", "matrix.bf16.m", [4, 2], "matrix.bf16.m"),
+    ("h200", "matrix", None, "matrix"),
+    ("h200", "memory.copy", None, "memory.copy"),
+    ("h200", "memory.shuffle", {"latency_s": 0, "per_s": 1}, "memory.shuffle"),
+    ("h200", "contention.matrix", 1.5, "contention.matrix"),
+    ("h200", "optimizer_params_per_s.host.fused_fp32", 0, "optimizer_params_per_s.host.fused_fp32"),
+    ("h200", "optimizer_params_per_s.moon", {}, "optimizer_params_per_s.moon"),
+    ("h200", "host.pin_bytes_per_s", math.inf, "host.pin_bytes_per_s"),
+    ("h200", "colour", "green", "colour"),
+    ("rtx3090", "peak.flops_per_s.fp32", None, "peak.flops_per_s.fp32"),
+    ("rtx3090", "peak.link_bytes_per_s", 0, "peak.link_bytes_per_s"),
+    ("rtx3090", "prior.matrix", 1.2, "prior.matrix"),
+    ("rtx3090", "prior.memory.gather", 0, "prior.memory.gather"),
+    ("rtx3090", "prior.hope", 1, "prior.hope"),
+]
+
+
+@pytest.mark.parametrize(("name", "field", "value", "named"), CHANGES)
+def test_an_impossible_value_is_refused_by_its_name(name: str, field: str, value: object, named: str) -> None:
+    raw = raw_of(name)
+    *path, last = field.split(".")
+    inner = raw
+    for word in path:
+        inner = inner[word]
+    inner[last] = value
+    with pytest.raises(ValueError, match="mine.json") as refusal:
+        machine_from(raw, "mine.json")
+    assert named in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("field", ["name", "source", "datasheet", "device_type", "matrix", "memory", "transfers", "allocation_bytes"])
+def test_a_missing_field_is_named(field: str) -> None:
+    raw = raw_of("cpu")
+    del raw[field]
+    with pytest.raises(ValueError, match=f"{field}: missing"):
+        machine_from(raw, "mine.json")
+
+
+def test_unknown_rates_stay_unknown() -> None:
+    machine = load_machine("rtx3090")
+    assert (machine.contention.memory, machine.host.disk_read_bytes_per_s) == (None, None)
+    assert machine.optimizer_params_per_s["device"] == {}
+
+
+CURVE = Curve(1e-5, 1e10, ((1000.0, 2e-5), (100_000.0, 2e-5), (1_000_000.0, 2e-4)))
+
+
+def test_a_curve_passes_through_its_points_and_goes_on_at_its_rate() -> None:
+    assert CURVE.seconds(0) == 1e-5
+    assert [CURVE.seconds(size) for size, _ in CURVE.points] == [s for _, s in CURVE.points]
+    assert CURVE.seconds(11_000_000) == pytest.approx(2e-4 + 1e7 / 1e10)
+    assert Curve(1e-5, 1e10).seconds(1e10) == pytest.approx(1 + 1e-5)
+
+
+@given(SIZES, SIZES)
+def test_more_bytes_never_take_fewer_seconds(a: int, b: int) -> None:
+    assert CURVE.seconds(min(a, b)) <= CURVE.seconds(max(a, b))
+
+
+# A card whose small products cost 10 us, whatever their FLOPs; 1 TFLOP/s above that.
+AXES = (16, 256, 4096)
+GRID = MatrixRate(1e12, 1e-5, AXES, AXES, AXES, tuple(
+    tuple(tuple(max(1e-5, 2 * m * k * n / 1e12) for n in AXES) for k in AXES) for m in AXES
+))
+
+
+def test_a_product_on_the_grid_takes_what_was_measured() -> None:
+    assert GRID.product_s(16, 16, 16) == pytest.approx(1e-5)
+    assert GRID.product_s(4096, 256, 4096) == pytest.approx(2 * 4096 * 256 * 4096 / 1e12)
+
+
+def test_a_thin_product_is_priced_by_latency_and_a_huge_one_by_its_flops() -> None:
+    assert GRID.product_s(1, 8, 8) == pytest.approx(1e-5)
+    assert GRID.product_s(8192, 4096, 128_000) == pytest.approx(2 * 8192 * 4096 * 128_000 / 1e12)
+    assert GRID.product_s(512, 16, 512) > 2 * 512 * 16 * 512 / 1e12  # a LoRA rank as the inner dimension
+
+
+@given(SIDES, SIDES, SIDES, st.integers(0, 2), SIDES)
+def test_a_larger_product_never_takes_fewer_seconds(m: int, k: int, n: int, axis: int, more: int) -> None:
+    larger = [m, k, n]
+    larger[axis] += more
+    assert GRID.product_s(m, k, n) <= GRID.product_s(*larger) * (1 + 1e-9)
+
+
+def test_a_pageable_tier_is_priced_apart_and_a_file_is_read_first() -> None:
+    machine = load_machine("h200")
+    pinned, pageable, disk = (machine.transfer_s(1 << 26, Channel.H2D, tier) for tier in (Tier.PINNED, Tier.PAGEABLE, Tier.DISK))
+    assert pinned < pageable < disk
+    with pytest.raises(KeyError):
+        machine.transfer_s(1, Channel.NET)
+
+
+def test_a_machine_without_pinned_memory_copies_from_what_it_has() -> None:
+    machine = load_machine("cpu")
+    assert machine.transfer_s(1 << 20, Channel.D2H) == machine.transfer_s(1 << 20, Channel.D2H, Tier.PAGEABLE)
+
+
+def test_a_changed_machine_forgets_what_was_computed() -> None:
+    machine = load_machine("cpu")
+    machine.known_s["anything"] = 1.0
+    changed: Machine = dataclasses.replace(machine, name="other")
+    assert changed.known_s == {} and copy.copy(machine) == machine
