@@ -27,6 +27,7 @@ from . import text
 from .api import state_factor
 from .effects import Tier
 from .errors import PlanError
+from .footprint import Footprint
 from .graph import Bounds, Role, info, output_of, root_of
 from .joint import InputRef, step_graph
 from .liveness import Kind, liveness
@@ -164,7 +165,7 @@ class _Step:
         parameters = self._parameters(graph, context.bounds)
         problem = Problem(
             graph, pinned_values(self.options.pins, graph, context), parameters, self.machine, self._fixed_bytes(parameters),
-            frozenset(parameters))
+            frozenset(parameters), footprint=Footprint.of(self.machine))
         solution = self._solved(problem)
         label = f"{kind}-{self.id}"
         known = GraphPlan(label, solution.decisions, saved_of(solution.lowered), _prediction(solution))
@@ -204,13 +205,12 @@ class _Step:
 
     def _fixed_bytes(self, parameters: Mapping[str, Parameter]) -> int:
         sets = self.options.state_factor + self.options.accumulate
-        overhead = self.machine.overhead_bytes if self.machine.device_type == "cuda" else 0
-        return sets * _trained_bytes(parameters) + self.options.resident_bytes + USER_SCALAR_BYTES + overhead
+        return sets * _trained_bytes(parameters) + self.options.resident_bytes + USER_SCALAR_BYTES + Footprint.of(self.machine).overhead_bytes
 
     def _solved(self, problem: Problem) -> Solution:
         budget = self.options.device_budget_bytes
         # The larger of the two refusals: the budget plus it must do for both.
-        short = max(self._optimizer_step_bytes(problem) - budget, 0)
+        short = max(problem.footprint.reserved_bytes(self._optimizer_step_bytes(problem)) - budget, 0)
         reason = f"device_budget of {budget} bytes ({format_bytes(budget)}) is {short} bytes short for the optimizer's step."
         try:
             solution = solve(problem)

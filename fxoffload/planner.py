@@ -14,6 +14,7 @@ import torch.fx as fx
 from .blocks import block_position
 from .effects import Tier
 from .errors import PlanError, VerifyError
+from .footprint import Footprint
 from .graph import Role, border_of, copy_graph, info, name_of, set_info
 from .machine import Machine
 from .overlap import Rates, overlapped, schedule_s
@@ -44,7 +45,8 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One Graph to plan. `fixed_bytes`: device bytes no input of this graph owns (other residents, overheads).
+    """One Graph to plan. `fixed_bytes`: device bytes no input of this graph owns (other residents, overheads). `footprint`: what the
+    device's allocator reserves for live bytes.
 
     `resident`: None lets the planner choose which frozen parameters reside on the device; else it is fixed.
     """
@@ -58,6 +60,13 @@ class Problem:
     pinned_to_device: frozenset[str] = frozenset()
     pinned_to_host: frozenset[str] = frozenset()
     trained_may_reside: bool = False
+    footprint: Footprint = Footprint()
+
+    @property
+    def live_budget_bytes(self) -> int | None:
+        """Live bytes that the device budget has room for."""
+        budget = self.context.device_budget_bytes
+        return None if budget is None else self.footprint.live_bytes(budget)
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +192,7 @@ def _refined(problem: Problem, best: _Candidate) -> _Candidate:
 def _scanned(problem: Problem, recomputation: _Recomputation, resident: frozenset[str], slack_share: float) -> _Candidate:
     context, schedule = problem.context, recomputation.schedule
     outside = problem.fixed_bytes + outside_bytes(problem, resident)
-    budget = None if context.device_budget_bytes is None else context.device_budget_bytes - outside
+    budget = None if problem.live_budget_bytes is None else problem.live_budget_bytes - outside
     slack = 0 if budget is None else int(budget * slack_share)
     found = schedule.scan(None if budget is None else budget - slack, context.kept_values, context.swapped_values, resident)
     capacity = None if budget is None else budget - schedule.fixed_bytes(resident)
@@ -254,7 +263,7 @@ _AFTER_SWAPS = ("insert-gather", "lower-gather", "insert-swap", "hoist-transfers
 
 def _complete(problem: Problem, chosen: _Candidate) -> Solution:
     """The candidate with every decision made and the lowered graph simulated."""
-    budget = problem.context.device_budget_bytes
+    budget = problem.live_budget_bytes
     context = replace(
         problem.context, plan=_bare(chosen.recomputation.decisions), machine=problem.machine,
         device_budget_bytes=None if budget is None else budget - chosen.outside_bytes,
@@ -268,6 +277,7 @@ def _complete(problem: Problem, chosen: _Candidate) -> Solution:
     if budget is not None and simulation.device_peak_bytes > budget:
         over = simulation.device_peak_bytes - budget
         raise VerifyError(f"plan-swap: the lowered graph needs {over} bytes more than the scan said, at {simulation.peak_node}")
+    simulation = replace(simulation, device_peak_bytes=problem.footprint.reserved_bytes(simulation.device_peak_bytes))
     return Solution(chosen.resident, decisions, lowered, simulation)
 
 
@@ -282,13 +292,14 @@ def _refusal(problem: Problem, nearest: _Candidate) -> PlanError:
     """One message: what is short, where, the ten largest values there, and what would help."""
     found, live = nearest.found, nearest.schedule.live
     budget = problem.context.device_budget_bytes or 0
+    short = problem.footprint.reserved_bytes((problem.live_budget_bytes or 0) + found.shortfall_bytes) - budget
     fixed = nearest.outside_bytes + sum(s.n_bytes for s in nearest.schedule.fixed)
     fixed += sum(problem.parameters[fqn].n_bytes for fqn in nearest.resident)
     largest = sorted(found.live_at_worst, key=lambda s: (-s.n_bytes, s.name))[:10]
     listing = "; ".join(f"{s.name} {format_bytes(s.n_bytes)}" for s in largest)
     return PlanError(
-        f"device_budget of {budget} bytes ({format_bytes(budget)}) is {found.shortfall_bytes} bytes short at "
-        f"{name_of(live.nodes[found.worst])}: {budget + found.shortfall_bytes} bytes would do. Fixed on the device: "
+        f"device_budget of {budget} bytes ({format_bytes(budget)}) is {short} bytes short at "
+        f"{name_of(live.nodes[found.worst])}: {budget + short} bytes would do. Fixed on the device: "
         f"{format_bytes(fixed)}. Largest live values there: {listing}. A smaller batch or sequence, or the missing bytes, would help.",
-        found.shortfall_bytes,
+        short,
     )

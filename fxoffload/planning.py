@@ -18,6 +18,7 @@ from torch import nn
 from . import ops, text
 from .effects import Tier
 from .errors import PlanError
+from .footprint import Footprint
 from .graph import Bounds, Role, border_of, copy_graph, info, output_of
 from .liveness import base_nodes, liveness
 from .machine import Machine
@@ -123,7 +124,8 @@ class Planning:
         """Device bytes a lowered graph needs above the budget: a plan made for smaller sizes may not fit at these."""
         problem = self._problem(graph, context)
         outside = problem.fixed_bytes + outside_bytes(problem, self.resident or frozenset())
-        return simulate(lowered, context.bounds, self.machine, outside, context.workspace).device_peak_bytes - self.budgets.device_bytes
+        live_bytes = simulate(lowered, context.bounds, self.machine, outside, context.workspace).device_peak_bytes
+        return problem.footprint.reserved_bytes(live_bytes) - self.budgets.device_bytes
 
     def _apply(self, graph: fx.Graph, context: Context, known: GraphPlan) -> fx.Graph:
         assert self.plan is not None
@@ -166,12 +168,13 @@ class Planning:
     def _problem(self, graph: fx.Graph, context: Context) -> Problem:
         inputs = {info(n).fqn for n in graph.find_nodes(op="placeholder")}
         buffers = sum(b.nbytes for n, b in named_constants(self.model) if n not in inputs)
-        overhead = self.machine.overhead_bytes if self.machine.device_type == "cuda" else 0
+        footprint = Footprint.of(self.machine)
         pinned = pinned_names(self.pins, self.parameters(), PARAMETER_PLACES)
         on_device = frozenset(n for n, place in pinned.items() if place == "device")
         return Problem(
-            graph, context, self.parameters(), self.machine, buffers + USER_SCALAR_BYTES + overhead,
+            graph, context, self.parameters(), self.machine, buffers + USER_SCALAR_BYTES + footprint.overhead_bytes,
             self.resident if self.may_reside else frozenset(), on_device, frozenset(pinned) - on_device, self.trained_may_reside,
+            footprint,
         )
 
     def parameters(self) -> dict[str, Parameter]:

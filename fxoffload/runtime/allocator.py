@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.fx as fx
@@ -16,31 +16,40 @@ from .host_memory import HostMemory
 
 
 class Cap:
-    """Keeps a caching allocator's reserved bytes within a budget: what it caches for reuse counts like what is in use.
+    """Keeps a caching allocator's reserved bytes within the budgets: what it caches for reuse counts like what is in use.
 
-    Segments grow in place (expandable), so that a full budget is not lost between blocks, unless the process has said otherwise in
-    PYTORCH_ALLOC_CONF. A process that has set a memory fraction itself keeps it. On devices without such a limit nothing is set.
+    The limit is what the process had reserved before, plus the budgets of all that are open; a lower limit that the process has set
+    itself stays. Segments grow in place (expandable), so that a full budget is not lost between blocks, unless the process has said
+    otherwise in PYTORCH_ALLOC_CONF. On devices without such a limit nothing is set.
     """
 
+    _open: ClassVar[dict[torch.device, list[Cap]]] = {}
+    _before: ClassVar[dict[torch.device, tuple[float, int]]] = {}
+
     def __init__(self, device: torch.device, budget_bytes: int) -> None:
-        self.device = device
-        self._is_set = False
+        self.device, self.budget_bytes = device, budget_bytes
         if device.type != "cuda":
             return
         use_expandable_segments()
-        if torch.cuda.get_per_process_memory_fraction(device) < 1.0:
-            return
-        torch.cuda.empty_cache()
-        total = torch.cuda.get_device_properties(device).total_memory
-        limit = min(1.0, (torch.cuda.memory_reserved(device) + budget_bytes) / total)
-        torch.cuda.set_per_process_memory_fraction(limit, device)
-        self._is_set = True
+        if not self._open.get(device):
+            torch.cuda.empty_cache()
+            self._before[device] = torch.cuda.get_per_process_memory_fraction(device), torch.cuda.memory_reserved(device)
+        self._open.setdefault(device, []).append(self)
+        self._apply()
 
     def lift(self) -> None:
-        """The device's whole memory again."""
-        if self._is_set:
-            torch.cuda.set_per_process_memory_fraction(1.0, self.device)
-            self._is_set = False
+        """The device without this budget; with the last one, as it was before the first."""
+        if self in self._open.get(self.device, ()):
+            self._open[self.device].remove(self)
+            self._apply()
+
+    def _apply(self) -> None:
+        fraction, reserved = self._before[self.device]
+        budgets = [cap.budget_bytes for cap in self._open[self.device]]
+        if budgets:
+            total = torch.cuda.get_device_properties(self.device).total_memory
+            fraction = min(fraction, (reserved + sum(budgets)) / total)
+        torch.cuda.set_per_process_memory_fraction(fraction, self.device)
 
 
 class StorageMeter:
