@@ -30,18 +30,18 @@ class Kind(str, Enum):
     OTHER = "other"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Storage:
-    """One piece of memory: `name` is its producer's canonical name (with ":i" for output i of several)."""
+    """One piece of memory: `name` is its producer's canonical name (with ":i" for output i of several).
+
+    Each Liveness has Storages of its own, equal to nothing but themselves.
+    """
 
     name: str
     n_bytes: int
     tier: Tier
     kind: Kind
     is_input: bool
-
-    def __hash__(self) -> int:
-        return hash(self.name)
 
 
 @dataclass(frozen=True)

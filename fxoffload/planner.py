@@ -89,15 +89,57 @@ class Recipe:
 
 def solve(problem: Problem) -> Solution:
     """The fastest Solution found under the budget. Raises PlanError with the true shortfall when there is none."""
-    candidates: list[_Candidate] = []
+    nearest: list[_Candidate] = []
     for trained in _trained_residents(problem):
-        recomputations = [_recomputation(problem, recipe, trained) for recipe in _recipes(problem)]
-        candidates = [candidate for one in recomputations for candidate in _candidates(problem, one, trained)]
-        fitting = [c for c in candidates if not c.found.shortfall_bytes]
-        if fitting:
-            # min is stable: of equals the first recipe, which recomputes least, with the most residents.
-            return _complete(problem, _refined(problem, min(fitting, key=lambda c: c.step_s)))
-    raise _refusal(problem, min(candidates, key=lambda c: c.found.shortfall_bytes))
+        search = _Search(problem, trained)
+        search.run()
+        if search.best is not None:
+            return _complete(problem, _refined(problem, search.best))
+        nearest = search.short
+    raise _refusal(problem, min(nearest, key=lambda c: c.found.shortfall_bytes))
+
+
+class _Search:
+    """The best Candidate so far, and those that do not fit. Of equals the first stays: it recomputes least, with the most residents."""
+
+    def __init__(self, problem: Problem, trained: frozenset[str]) -> None:
+        self.problem, self.trained = problem, trained
+        self.best: _Candidate | None = None
+        self.short: list[_Candidate] = []
+
+    def run(self) -> None:
+        """Saves all, then what is costly, then what crosses blocks in all blocks, half of them, and a quarter more or less."""
+        self.try_recipe(Recipe("all"))
+        if self.problem.context.device_budget_bytes is None or border_of(self.problem.graph) is None:
+            return
+        self.try_recipe(Recipe("costly"))
+        n_blocks = _n_blocks(self.problem.graph)
+        self.try_recipe(Recipe("blocks", n_blocks))
+        if n_blocks >= 4:
+            is_better = self.try_recipe(Recipe("blocks", n_blocks // 2))
+            self.try_recipe(Recipe("blocks", n_blocks // 4 if is_better else n_blocks * 3 // 4))
+
+    def try_recipe(self, recipe: Recipe) -> bool:
+        """Every resident set with what the recipe recomputes, unless its compute alone takes longer than the best plan. True when
+        the best plan is one of them now."""
+        known = self.best
+        recomputation = _recomputation(self.problem, recipe, self.trained)
+        if known is not None and sum(recomputation.rates.event_s) >= known.step_s:
+            return False
+        worse = 0
+        before: float | None = None
+        for resident in _residencies(self.problem, self.trained):
+            candidate = _with_slack(self.problem, recomputation, resident)
+            if candidate.found.shortfall_bytes:
+                self.short.append(candidate)
+                continue
+            if self.best is None or candidate.step_s < self.best.step_s:
+                self.best = candidate
+            worse = worse + 1 if before is not None and candidate.step_s >= before else 0
+            before = candidate.step_s
+            if worse == 2 or not candidate.found.loads:
+                break
+        return self.best is not known
 
 
 # A trained parameter that resides keeps its gradient on the device when the caller accumulates, and has none there when he does not:
@@ -144,15 +186,6 @@ class _Candidate:
         return self.recomputation.schedule
 
 
-def _recipes(problem: Problem) -> Iterator[Recipe]:
-    yield Recipe("all")
-    if problem.context.device_budget_bytes is None or border_of(problem.graph) is None:
-        return
-    yield Recipe("costly")
-    n_blocks = _n_blocks(problem.graph)
-    yield from (Recipe("blocks", n_blocks * quarters // 4) for quarters in (4, 3, 2, 1) if n_blocks >= 4 or quarters == 4)
-
-
 def _n_blocks(graph: fx.Graph) -> int:
     """How many repeated blocks the longest row of them has."""
     return 1 + max((position for node in graph.nodes if (position := block_position(name_of(node))) is not None), default=-1)
@@ -168,18 +201,15 @@ def _recomputation(problem: Problem, recipe: Recipe, trained: frozenset[str]) ->
     return _Recomputation(decisions, schedule, Rates.of(schedule, context.bounds, problem.machine))
 
 
-# The share of the budget left to copies that are under way.
-_SLACK_SHARES = (0.0, 1 / 16)
-_REFINED_SHARES = (1 / 64, 1 / 32, 1 / 8)
+# The share of the budget left to copies that are under way: what is tried first, and what the best candidate is tried with then.
+_SLACK_SHARE = 1 / 16
+_REFINED_SHARES = (0.0, 1 / 64, 1 / 32, 1 / 8)
 
 
-def _candidates(problem: Problem, recomputation: _Recomputation, trained: frozenset[str]) -> Iterator[_Candidate]:
-    for resident in _residencies(problem, trained):
-        for share in _SLACK_SHARES if problem.machine.overlaps else (0.0,):
-            found = _scanned(problem, recomputation, resident, share)
-            yield found
-            if found.found.shortfall_bytes or not found.found.loads:
-                break
+def _with_slack(problem: Problem, recomputation: _Recomputation, resident: frozenset[str]) -> _Candidate:
+    """The candidate with slack where it fits, else without."""
+    candidate = _scanned(problem, recomputation, resident, _SLACK_SHARE if problem.machine.overlaps else 0.0)
+    return _scanned(problem, recomputation, resident, 0.0) if candidate.found.shortfall_bytes and candidate.slack_bytes else candidate
 
 
 def _refined(problem: Problem, best: _Candidate) -> _Candidate:
@@ -194,7 +224,10 @@ def _scanned(problem: Problem, recomputation: _Recomputation, resident: frozense
     outside = problem.fixed_bytes + outside_bytes(problem, resident)
     budget = None if problem.live_budget_bytes is None else problem.live_budget_bytes - outside
     slack = 0 if budget is None else int(budget * slack_share)
-    found = schedule.scan(None if budget is None else budget - slack, context.kept_values, context.swapped_values, resident)
+    found = schedule.scan(
+        None if budget is None else budget - slack, context.kept_values, context.swapped_values, resident, to_the_end=not slack)
+    if found.shortfall_bytes:
+        return _Candidate(recomputation, resident, slack, outside, found, float("inf"))
     capacity = None if budget is None else budget - schedule.fixed_bytes(resident)
     found = overlapped(schedule, found, capacity, recomputation.rates)
     return _Candidate(recomputation, resident, slack, outside, found, schedule_s(schedule, found, recomputation.rates))
@@ -214,7 +247,7 @@ def _residencies(problem: Problem, trained: frozenset[str]) -> Iterator[frozense
     free = [p for p in problem.parameters.values() if p.fqn in used and not p.trainable and p.fqn not in problem.pinned_to_host | must]
     total = sum(p.n_bytes for p in free)
     seen: set[frozenset[str]] = set()
-    for eighths in (8, 7, 6, 5, 4, 3, 2, 1, 0):
+    for eighths in (8, 6, 5, 4, 3, 2, 1, 0):
         chosen = must | _take(free, total * eighths // 8)
         if chosen not in seen:
             seen.add(chosen)

@@ -148,10 +148,13 @@ class Spiller:
         self.previous = 0
         self.result = Scan()
 
-    def run(self) -> Scan:
+    def run(self, to_the_end: bool = True) -> Scan:
+        """The scan; unless `to_the_end`, one that finds no room ends where it does."""
         for self.position, event in enumerate(self.events):
             self._step(event)
             self.previous = event.index
+            if self.result.shortfall_bytes and not to_the_end:
+                return self.result
         for storage in list(self.there):
             self.touched[storage] = self.position
             self._leave(storage)
@@ -259,17 +262,18 @@ class Schedule:
         return self.fixed | frozenset(s for s in self.live.first if s.is_input and s.name in resident)
 
     def scan(self, budget_bytes: int | None, kept: frozenset[str] = frozenset(), swapped: frozenset[str] = frozenset(),
-             resident: frozenset[str] = frozenset()) -> Scan:
+             resident: frozenset[str] = frozenset(), to_the_end: bool = True) -> Scan:
         """The scan under `budget_bytes` of device memory, the inputs that lie there included; unlimited when None.
 
         `kept`: names of values that must not leave the device; `swapped`: of values that must, until backward reads them; `resident`:
-        of inputs that lie on the device besides those the graph has there. The result's peak counts the device inputs too.
+        of inputs that lie on the device besides those the graph has there. The result's peak counts the device inputs too. Unless
+        `to_the_end`, a scan that finds no room is cut short there.
         """
         fixed = self._fixed_with(resident)
         fixed_bytes = sum(s.n_bytes for s in fixed)
         capacity = NEVER if budget_bytes is None else budget_bytes - fixed_bytes
         stay, leave = (frozenset(s for s in self.live.first if s.name in names) for names in (kept, swapped))
-        found = Spiller(self.graph, self.live, self.events, capacity, fixed, stay, leave).run()
+        found = Spiller(self.graph, self.live, self.events, capacity, fixed, stay, leave).run(to_the_end)
         found.peak_bytes += fixed_bytes
         return found
 
