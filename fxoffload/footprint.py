@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from .machine import Machine
 
+# The last page of the pool of large blocks and of that of small ones.
+_OPEN_PAGES_BYTES = (20 << 20) + (2 << 20)
+
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
@@ -18,9 +21,12 @@ class Footprint:
     def of(machine: Machine) -> Footprint:
         """A caching allocator's with segments that grow in place; exact bytes where nothing caches.
 
-        An 8B step at 24 GiB left 0.8 % in holes and part-filled pages (torch 2.11); 1 in 80 covers it.
+        Steps of 8B width at 5 to 24 GiB left 0.8 to 1.6 % in holes and part-filled pages (torch 2.11); 1 in 40 covers it, and each of
+        the two pools ends in a page that is not full.
         """
-        return Footprint(machine.overhead_bytes, 80) if machine.device_type == "cuda" else Footprint()
+        if machine.device_type != "cuda":
+            return Footprint()
+        return Footprint(machine.overhead_bytes + _OPEN_PAGES_BYTES, 40)
 
     def reserved_bytes(self, live_bytes: int) -> int:
         """What the allocator may reserve for so many live bytes, the overhead apart."""
