@@ -1,4 +1,4 @@
-"""The examples of docs/plug_in.md do what they say: single passes and pipelines on graphs that fxoffload did not capture."""
+"""The examples of docs/plug_in.md and the backend of README.md do what they say: single passes and pipelines on graphs that fxoffload did not capture."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ from torch import nn
 import fxoffload
 
 pytestmark = pytest.mark.unit
-DOCS = Path(__file__).parents[1] / "docs" / "plug_in.md"
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs" / "plug_in.md"
 
 
-def blocks(language: str) -> list[str]:
-    fenced = re.findall(r"^```(\w*)\n(.*?)^```", DOCS.read_text(), re.DOTALL | re.MULTILINE)
+def blocks(language: str, page: Path = DOCS) -> list[str]:
+    fenced = re.findall(r"^```(\w*)\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
     return [content for word, content in fenced if word == language]
 
 
-def run_example(index: int) -> dict[str, Any]:
+def run_example(index: int, page: Path = DOCS) -> dict[str, Any]:
     names: dict[str, Any] = {}
-    exec(compile(blocks("python")[index], str(DOCS), "exec"), names)  # noqa: S102
+    exec(compile(blocks("python", page)[index], str(page), "exec"), names)  # noqa: S102
     return names
 
 
@@ -37,10 +38,12 @@ def test_the_make_fx_example_prints_the_text_in_the_page(capsys: pytest.CaptureF
     assert len(released) == 3 and not [n for n in names["graph"].nodes if n.target is torch.ops.fxo.release.default]
 
 
-def test_the_backend_example_trains_bit_equal_and_recomputes_and_swaps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("page", [DOCS, ROOT / "README.md"], ids=lambda page: page.name)
+def test_the_backend_example_trains_bit_equal_and_recomputes_and_swaps(
+        page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     torch._dynamo.reset()
-    names = run_example(1)
+    names = run_example(1, page)
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Dropout(0.5), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 8))
     ours = copy.deepcopy(plain)
