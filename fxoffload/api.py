@@ -11,7 +11,7 @@ from torch import nn
 
 from .capture import batch_tensors
 from .dry import model_without_weights, sample_batch
-from .errors import PlanError
+from .free import device_bytes, host_bytes
 from .heap import heap_at_rest
 from .machine import Machine, default_machine, load_machine
 from .pins import Pin
@@ -20,7 +20,7 @@ from .plans import Plan
 from .router import DIMENSIONS
 from .session import Options, Session
 from .sharing import shared_outside
-from .sizes import format_bytes, parse_bytes
+from .sizes import parse_bytes
 from .swapped import HOME
 
 
@@ -49,7 +49,8 @@ def compile(
     """The same `model`, which from now on trains inside the budgets with the caller's own loop.
 
     `batch` is one sample (mapping, tuple or tensor); its sizes, or `max_shape` ({"batch": n, "sequence": n}), are the largest the
-    plan is made for. `device_budget` is bytes, text like "24GiB", or "auto" (what is free now). `model.fxoffload` then has the plan,
+    plan is made for. `device_budget` is bytes, text like "24GiB", or "auto" (what is free now); `host_budget` None is what the machine
+    has free less a sixteenth of its memory. `model.fxoffload` then has the plan,
     the lowered graphs, the report and `close()`. Raises ValueError for a bad argument and PlanError when a budget cannot be met,
     before anything runs; the model is then as it was.
     """
@@ -59,7 +60,7 @@ def compile(
     options = Options(
         device=target,
         device_budget_bytes=device_bytes(device_budget, target),
-        host_budget_bytes=None if host_budget is None else parse_bytes(host_budget, "host_budget"),
+        host_budget_bytes=host_bytes(host_budget, model), host_budget_named=host_budget is not None,
         disk_budget_bytes=parse_bytes(disk_budget, "disk_budget"),
         disk_dir=None if disk_dir is None else _folder(disk_dir),
         pin_memory=pin_memory, outputs=outputs, numerics=numerics, replan=replan,
@@ -162,36 +163,6 @@ def with_index(name: str | torch.device) -> torch.device:
         return torch.empty(0, device=device).device
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise ValueError(f"device: {str(device)!r} is not available: {str(error).splitlines()[0]}") from None
-
-
-def device_bytes(budget: int | str, device: torch.device) -> int:
-    """The device budget in bytes; "auto" is what is free now. Raises PlanError with both numbers when it is more than that."""
-    free = free_bytes(device)
-    if budget == "auto":
-        if free is None:
-            raise ValueError(f"device_budget: 'auto' needs a device that reports its free memory; {device.type} does not")
-        return free
-    wanted = parse_bytes(budget, "device_budget")
-    if wanted == 0:
-        raise ValueError("device_budget: must be more than 0 bytes")
-    if free is not None and wanted > free and device.type == "cuda":
-        raise PlanError(
-            f"device_budget of {wanted} bytes ({format_bytes(wanted)}) is more than the {free} bytes ({format_bytes(free)}) that are free "
-            f"on {device}", wanted - free)
-    return wanted
-
-
-def free_bytes(device: torch.device) -> int | None:
-    """Bytes free on the device, those its caching allocator holds unused included; None where the device does not say."""
-    if device.type == "cpu":
-        return None
-    module = torch.get_device_module(device)
-    if not hasattr(module, "mem_get_info"):
-        return None
-    unused = 0
-    if hasattr(module, "memory_reserved"):
-        unused = module.memory_reserved(device) - module.memory_allocated(device)
-    return int(module.mem_get_info(device)[0] + unused)
 
 
 def state_factor(optimizer: Any) -> int:

@@ -205,12 +205,13 @@ class _Step:
 
     def _fixed_bytes(self, parameters: Mapping[str, Parameter]) -> int:
         sets = self.options.state_factor + self.options.accumulate
-        return sets * _trained_bytes(parameters) + self.options.resident_bytes + USER_SCALAR_BYTES + Footprint.of(self.machine).overhead_bytes
+        overhead = Footprint.of(self.machine).overhead_bytes
+        return sets * _trained_bytes(parameters) + self.options.resident_bytes + USER_SCALAR_BYTES + overhead
 
     def _solved(self, problem: Problem) -> Solution:
         budget = self.options.device_budget_bytes
         # The larger of the two refusals: the budget plus it must do for both.
-        short = max(problem.footprint.reserved_bytes(self._optimizer_step_bytes(problem)) - budget, 0)
+        short = max(problem.footprint.needed_bytes(self._optimizer_step_bytes(problem)) - budget, 0)
         reason = f"device_budget of {budget} bytes ({format_bytes(budget)}) is {short} bytes short for the optimizer's step."
         try:
             solution = solve(problem)

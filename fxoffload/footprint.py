@@ -6,32 +6,36 @@ from dataclasses import dataclass
 
 from .machine import Machine
 
-# The last page of the pool of large blocks and of that of small ones.
+# A caching allocator whose segments grow in place leaves free bytes between blocks and in pages that are not full. When it meets its
+# limit it gives back whole pages and needs 1 byte in 80 more than is live; left alone it takes up to 1 in 40, and the last pages of
+# its two pools (steps of 8B width at 5, 12 and 24 GiB, torch 2.11: 0.8 to 1.6 %).
+_NEEDED_PER, _TAKEN_PER = 80, 40
 _OPEN_PAGES_BYTES = (20 << 20) + (2 << 20)
 
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """`overhead_bytes`: what libraries keep. One byte in `holes_per` more than is live lies in holes between blocks; 0: none does."""
+    """`overhead_bytes`: what libraries keep. `caches`: whether the allocator keeps blocks for reuse; if not, bytes are exact."""
 
     overhead_bytes: int = 0
-    holes_per: int = 0
+    caches: bool = False
 
     @staticmethod
     def of(machine: Machine) -> Footprint:
-        """A caching allocator's with segments that grow in place; exact bytes where nothing caches.
+        """The footprint of the allocator on `machine`."""
+        return Footprint(machine.overhead_bytes, True) if machine.device_type == "cuda" else Footprint()
 
-        Steps of 8B width at 5 to 24 GiB left 0.8 to 1.6 % in holes and part-filled pages (torch 2.11); 1 in 40 covers it, and each of
-        the two pools ends in a page that is not full.
-        """
-        if machine.device_type != "cuda":
-            return Footprint()
-        return Footprint(machine.overhead_bytes + _OPEN_PAGES_BYTES, 40)
-
-    def reserved_bytes(self, live_bytes: int) -> int:
-        """What the allocator may reserve for so many live bytes, the overhead apart."""
-        return live_bytes + (-(-live_bytes // self.holes_per) if self.holes_per else 0)
+    def needed_bytes(self, live_bytes: int) -> int:
+        """What the allocator must be allowed to reserve for so many live bytes."""
+        return live_bytes + (-(-live_bytes // _NEEDED_PER) if self.caches else 0)
 
     def live_bytes(self, reserved_bytes: int) -> int:
-        """The most live bytes for which no more than `reserved_bytes` are reserved."""
-        return reserved_bytes * self.holes_per // (self.holes_per + 1) if self.holes_per else reserved_bytes
+        """The most live bytes that need no more than `reserved_bytes`."""
+        return reserved_bytes * _NEEDED_PER // (_NEEDED_PER + 1) if self.caches else reserved_bytes
+
+    def taken_bytes(self, live_bytes: int, limit_bytes: int | None) -> int:
+        """The most that it reserves for so many live bytes under a limit."""
+        if not self.caches:
+            return live_bytes
+        taken = live_bytes + -(-live_bytes // _TAKEN_PER) + _OPEN_PAGES_BYTES
+        return taken if limit_bytes is None else min(taken, limit_bytes)

@@ -71,12 +71,16 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """The chosen residency and decisions, the lowered graph they give, and what the simulator says of it."""
+    """The chosen residency and decisions, the lowered graph they give, and what the simulator says of it.
+
+    `estimated_s`: the seconds it was chosen for, before it was lowered.
+    """
 
     resident: frozenset[str]
     decisions: tuple[Decision, ...]
     lowered: fx.Graph
     simulation: Simulation
+    estimated_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,8 +314,9 @@ def _complete(problem: Problem, chosen: _Candidate) -> Solution:
     if budget is not None and simulation.device_peak_bytes > budget:
         over = simulation.device_peak_bytes - budget
         raise VerifyError(f"plan-swap: the lowered graph needs {over} bytes more than the scan said, at {simulation.peak_node}")
-    simulation = replace(simulation, device_peak_bytes=problem.footprint.reserved_bytes(simulation.device_peak_bytes))
-    return Solution(chosen.resident, decisions, lowered, simulation)
+    taken = problem.footprint.taken_bytes(simulation.device_peak_bytes, problem.context.device_budget_bytes)
+    simulation = replace(simulation, device_peak_bytes=taken)
+    return Solution(chosen.resident, decisions, lowered, simulation, chosen.step_s)
 
 
 def outside_bytes(problem: Problem, resident: frozenset[str]) -> int:
@@ -325,7 +330,7 @@ def _refusal(problem: Problem, nearest: _Candidate) -> PlanError:
     """One message: what is short, where, the ten largest values there, and what would help."""
     found, live = nearest.found, nearest.schedule.live
     budget = problem.context.device_budget_bytes or 0
-    short = problem.footprint.reserved_bytes((problem.live_budget_bytes or 0) + found.shortfall_bytes) - budget
+    short = problem.footprint.needed_bytes((problem.live_budget_bytes or 0) + found.shortfall_bytes) - budget
     fixed = nearest.outside_bytes + sum(s.n_bytes for s in nearest.schedule.fixed)
     fixed += sum(problem.parameters[fqn].n_bytes for fqn in nearest.resident)
     largest = sorted(found.live_at_worst, key=lambda s: (-s.n_bytes, s.name))[:10]

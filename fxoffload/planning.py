@@ -43,12 +43,14 @@ STATE_FACTORS: Mapping[str, int] = {
 
 @dataclass(frozen=True, slots=True)
 class Budgets:
-    """Bytes a model may use, and where its host tiers may lie."""
+    """Bytes a model may use, and where its host tiers may lie. `host_named`: whether the caller set `host_bytes`, or it is what was
+    free: then it is no part of the plan, which is the same tomorrow."""
 
     device_bytes: int
     host_bytes: int | None = None
     disk_bytes: int = 0
     pinned: bool = False
+    host_named: bool = True
 
 
 @dataclass
@@ -125,7 +127,7 @@ class Planning:
         problem = self._problem(graph, context)
         outside = problem.fixed_bytes + outside_bytes(problem, self.resident or frozenset())
         live_bytes = simulate(lowered, context.bounds, self.machine, outside, context.workspace).device_peak_bytes
-        return problem.footprint.reserved_bytes(live_bytes) - self.budgets.device_bytes
+        return problem.footprint.needed_bytes(live_bytes) - self.budgets.device_bytes
 
     def _apply(self, graph: fx.Graph, context: Context, known: GraphPlan) -> fx.Graph:
         assert self.plan is not None
@@ -160,8 +162,8 @@ class Planning:
         graph_plan = GraphPlan(label, solution.decisions, saved_of(solution.lowered), self._prediction(solution))
         if self.plan is None:
             self.resident = solution.resident
-            self.plan = Plan(
-                self.budgets.device_bytes, self.budgets.host_bytes, self.machine.name, self.numerics, self._residency(), {})
+            host = self.budgets.host_bytes if self.budgets.host_named else None
+            self.plan = Plan(self.budgets.device_bytes, host, self.machine.name, self.numerics, self._residency(), {})
         self.plan = self.plan.with_graph(fingerprint, graph_plan)
         log.info("plan %s, graph %s: %s", self.plan.id, label, summary(graph_plan))
 

@@ -43,6 +43,7 @@ class Options:
     device: torch.device
     device_budget_bytes: int
     host_budget_bytes: int | None = None
+    host_budget_named: bool = True
     disk_budget_bytes: int = 0
     disk_dir: str | None = None
     pin_memory: bool = True
@@ -76,8 +77,10 @@ class Session:
         self._refs: list[InputRef] = []
         self.planning = Planning(
             model, options.device,
-            Budgets(options.device_budget_bytes, options.host_budget_bytes, options.disk_budget_bytes, options.pinned),
-            machine, plan, options.pins, options.numerics, options.replan, moves_in_place(options.device), options.state_factor, options.trained_may_reside, options.dump_dir)
+            Budgets(options.device_budget_bytes, options.host_budget_bytes, options.disk_budget_bytes, options.pinned,
+                    options.host_budget_named),
+            machine, plan, options.pins, options.numerics, options.replan, moves_in_place(options.device), options.state_factor,
+            options.trained_may_reside, options.dump_dir)
         self.memory = (
             HostMemory() if options.planning_only else HostMemory(options.pinned, options.disk_dir, options.disk_budget_bytes))
         self.engine = engine_for(options.device, self.memory)

@@ -1,0 +1,82 @@
+"""Plans for a machine whose copies run beside compute: what overlap must keep, and the estimate that chose them."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.fx as fx
+from zoo import FAMILIES
+
+from fxoffload import text
+from fxoffload.machine import load_machine
+from fxoffload.planner import Problem, Solution, solve
+from fxoffload.plans import Gather, Sink, SwapOut
+from fxoffload.session import Options, Session
+from fxoffload.testing.golden import DEVICE
+from fxoffload.testing.twins import assert_same_results
+from fxoffload.verify import verify
+
+pytestmark = pytest.mark.integration
+
+FACTS = frozenset({"functional", "resident", "lowered", "awaited", "released", "fits"})
+SHARES = (0.9, 0.6, 0.45)
+
+
+@functools.cache
+def problem() -> Problem:
+    """The step of a two-layer Llama on a CPU whose copies would run beside compute, nothing resident."""
+    case = FAMILIES["llama"]()
+    machine = replace(load_machine("cpu"), overlaps=True)
+    session = Session(case.model, Options(torch.device("cpu"), device_budget_bytes=1 << 40, planning_only=True), machine, None)
+    found: list[Problem] = []
+    planning, lower = session.planning, session.planning.lower
+
+    def recording(graph: fx.Graph, maxima: dict[str, tuple[int, ...]]) -> tuple[str, fx.Graph]:
+        result = lower(graph, maxima)
+        found.append(replace(planning._problem(graph, planning._context(graph, maxima)), resident=frozenset()))
+        return result
+
+    planning.lower = recording  # type: ignore[method-assign]
+    session.router.capture((), dict(case.batch))
+    session.close()
+    return found[0]
+
+
+@functools.cache
+def solved(share: float | None) -> Solution:
+    budget = None if share is None else int(solved(None).simulation.device_peak_bytes * share)
+    return solve(replace(problem(), context=replace(problem().context, device_budget_bytes=budget)))
+
+
+@pytest.mark.parametrize("share", SHARES)
+def test_copies_apart_from_their_waits_keep_every_rule_and_the_budget(share: float) -> None:
+    context, lowered = problem().context, solved(share).lowered
+    verify(lowered, context.bounds, FACTS, int(solved(None).simulation.device_peak_bytes * share), context.workspace)
+
+
+@pytest.mark.parametrize("share", SHARES)
+def test_the_bits_stay_where_every_copy_happens_only_at_its_wait(share: float) -> None:
+    before, after = (text.parse(text.render(g, problem().context.bounds, columns=False), DEVICE) for g in (problem().graph, solved(share).lowered))
+    assert_same_results(before, after)
+
+
+@pytest.mark.parametrize("share", SHARES)
+def test_the_estimate_that_chose_a_plan_is_what_the_simulator_says_of_it(share: float) -> None:
+    assert solved(share).estimated_s == pytest.approx(solved(share).simulation.step_s, rel=0.03)
+
+
+def test_copies_are_pulled_apart_from_their_waits() -> None:
+    decisions = solved(0.6).decisions
+    assert any(isinstance(d, Gather) and d.start != d.before for d in decisions)
+    assert any(isinstance(d, Sink) for d in decisions)
+    assert any(isinstance(d, SwapOut) and d.until != d.after for d in decisions)
+
+
+def test_a_step_is_never_shorter_than_its_busiest_channel_nor_longer_than_all_of_them() -> None:
+    for share in (None, *SHARES):
+        simulation = solved(share).simulation
+        busy = simulation.channel_s.values()
+        assert max(busy) <= simulation.step_s <= sum(busy) + 1e-9
