@@ -220,7 +220,7 @@ def write(out: str, rows: list[dict[str, Any]]) -> None:
     head = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
     commit = head.stdout.strip() if head.returncode == 0 else None
     report = {
-        "command": " ".join(["python", *sys.argv]), "commit": commit, "device": torch.cuda.get_device_name(0),
+        "command": " ".join(["python", *(a for i, a in enumerate(sys.argv) if "--out" not in sys.argv[max(i - 1, 0) : i + 1])]), "commit": commit, "device": torch.cuda.get_device_name(0),
         "torch": torch.__version__, "transformers": transformers.__version__, "peft": peft.__version__, "rows": rows,
     }
     Path(out).write_text(json.dumps(report, indent=2) + "\n")
