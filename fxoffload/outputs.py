@@ -7,6 +7,7 @@ output's; the caller gets a `LazyTensor` that runs one planned forward without g
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -114,14 +115,12 @@ class Writes:
 
     def __init__(self, model: nn.Module) -> None:
         self._model, self._n_steps = weakref.ref(model), 0
-        this = weakref.ref(self)
+        _watch_optimizers()
+        _OPEN.add(self)
 
-        def stepped(optimizer: torch.optim.Optimizer, *_: object) -> None:
-            writes = this()
-            if writes is not None:
-                writes._note(optimizer)
-
-        self.close = weakref.finalize(self, register_optimizer_step_post_hook(stepped).remove)
+    def close(self) -> None:
+        """Notes no more steps."""
+        _OPEN.discard(self)
 
     def state(self) -> list[int]:
         """Compare two of them."""
@@ -132,6 +131,21 @@ class Writes:
         model = self._model()
         ours = {id(p) for p in model.parameters()} if model is not None else set()
         self._n_steps += any(id(p) in ours for group in optimizer.param_groups for p in group["params"])
+
+
+_OPEN: weakref.WeakSet[Writes] = weakref.WeakSet()
+
+
+@functools.cache
+def _watch_optimizers() -> None:
+    """One hook for the process, for good: torch walks its table of hooks, and a hook that ends with its owner, whenever the garbage
+    collector comes by, would change the table under it."""
+
+    def stepped(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        for writes in list(_OPEN):
+            writes._note(optimizer)
+
+    register_optimizer_step_post_hook(stepped)
 
 
 class LazyTensor(torch.Tensor):
