@@ -10,7 +10,7 @@ from fxoffload.testing.simulated_device import SimulatedDevice
 # `make soak` runs all.
 _QUICK = {
     "cpu": ("llama", "gpt2", "qwen3_moe", "mamba", "lora_bf16"),
-    "fxsim": ("gpt2", "gemma2", "bert", "t5", "qwen3_next", "qlora", "autocast"),
+    "fxsim": ("gpt2", "gemma2", "bert", "t5", "llava", "qwen3_next", "qlora", "autocast"),
 }
 
 

@@ -26,7 +26,7 @@ def test_the_most_live_bytes_of_a_budget_need_no_more_and_one_byte_more_does(bud
 def test_what_is_taken_lies_between_need_and_limit(live: int, room: int) -> None:
     limit = CUDA.needed_bytes(live) + room
     assert CUDA.needed_bytes(live) <= CUDA.taken_bytes(live, limit) <= limit
-    assert CUDA.taken_bytes(live, limit) <= 1.05 * live + (22 << 20) + 1
+    assert CUDA.taken_bytes(live, limit) <= -(-live * 21 // 20) + (22 << 20)
 
 
 def test_bytes_are_exact_where_nothing_caches() -> None:
