@@ -12,7 +12,7 @@ from torch import nn
 from .capture import batch_tensors
 from .dry import model_without_weights, sample_batch
 from .free import device_bytes, host_bytes
-from .heap import heap_at_rest
+from .heap import heap_at_rest, sweep
 from .machine import Machine, default_machine, load_machine
 from .pins import Pin
 from .planning import STATE_FACTORS
@@ -77,6 +77,7 @@ def compile(
         session.places.settle_constants()
         with heap_at_rest():
             session.router.capture(args, kwargs)
+        sweep()
         session.settle()
     except BaseException:
         session.close()

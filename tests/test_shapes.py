@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -14,6 +15,7 @@ from loops import assert_same
 from zoo import VOCAB, llama
 
 import fxoffload
+from fxoffload.testing.simulated_device import SimulatedDevice
 
 pytestmark = pytest.mark.integration
 LENGTHS = range(8, 48)
@@ -130,6 +132,32 @@ def test_equal_sizes_in_the_sample_do_not_tie_the_dimensions_together() -> None:
     assert loss_of(plain, batch, False) == loss_of(model, batch, False)
     assert captures(model) == 1
     model.fxoffload.close()
+
+
+def test_a_capture_leaves_no_bytes_on_the_device_for_the_garbage_collector(simulated_device: SimulatedDevice) -> None:
+    """Dynamo's frames end in cycles that hold the batch and the outputs; with the collector off, who does not free them is seen."""
+    case = llama(num_hidden_layers=1)
+    gc.collect()
+    gc.disable()
+    try:
+        model = fxoffload.compile(case.model, batch_of("plain", 16, 2, 0), device="fxsim", device_budget="1GiB")
+        assert collected_bytes(simulated_device) == 0
+        for length, mode in ((24, model.train), (24, model.eval), (32, model.train)):
+            mode()
+            with torch.set_grad_enabled(model.training):
+                out = model(**batch_of("plain", length, 2, 0))
+            del out
+            assert collected_bytes(simulated_device) == 0
+        model.fxoffload.close()
+    finally:
+        gc.enable()
+
+
+def collected_bytes(device: SimulatedDevice) -> int:
+    """Bytes on the device that only the garbage collector frees."""
+    before = device.memory_allocated()
+    gc.collect()
+    return before - device.memory_allocated()
 
 
 def test_a_shape_the_plan_does_not_cover_is_refused_without_replan() -> None:
