@@ -43,6 +43,11 @@ class Storage:
     kind: Kind
     is_input: bool
 
+    @property
+    def is_tangent(self) -> bool:
+        """An input that comes with backward: nobody has it while forward runs."""
+        return self.is_input and self.kind is Kind.GRADIENT
+
 
 @dataclass(frozen=True)
 class Liveness:
@@ -60,6 +65,13 @@ class Liveness:
     last: dict[Storage, int]
     uses: dict[Storage, tuple[int, ...]]
     escapes: frozenset[Storage]
+    border: int
+
+    def begin(self, storage: Storage) -> int:
+        """The node index at which a Storage's bytes begin to count: inputs are there from the start, tangents from the border."""
+        if storage.is_tangent:
+            return self.border
+        return 0 if storage.is_input else self.first[storage]
 
     def defined_at(self, node: fx.Node) -> tuple[Storage, ...]:
         """Storages the node makes."""
@@ -125,7 +137,7 @@ def liveness(graph: fx.Graph, bounds: Bounds | None = None) -> Liveness:
     returned = {s for operand in operands(output) for s in of.get(operand, ())} if output is not None else set()
     escapes = frozenset(returned | {s for s in first if s.is_input})
     last = {s: (uses[s][-1] if uses[s] else first[s]) for s in first}
-    return Liveness(nodes, index, of, first, last, {s: tuple(u) for s, u in uses.items()}, escapes)
+    return Liveness(nodes, index, of, first, last, {s: tuple(u) for s, u in uses.items()}, escapes, border_index)
 
 
 def base_nodes(live: Liveness) -> dict[Storage, fx.Node]:
@@ -251,11 +263,11 @@ def live_curve(live: Liveness, tier: Tier = Tier.DEVICE, workspace: Callable[[fx
     released = {s: i for i, node in enumerate(live.nodes) for s in _of_effect(node, Free, live.of)}
     n = len(live.nodes)
     deltas = {kind: [0] * (n + 1) for kind in Kind}
-    for storage, first in live.first.items():
+    for storage in live.first:
         if storage.tier is not tier:
             continue
         end = n if storage in live.escapes else released.get(storage, live.last[storage] + 1)
-        deltas[storage.kind][first] += storage.n_bytes
+        deltas[storage.kind][live.begin(storage)] += storage.n_bytes
         deltas[storage.kind][end] -= storage.n_bytes
     for i, node in enumerate(live.nodes):
         n_bytes = workspace(node) if tier is Tier.DEVICE else 0

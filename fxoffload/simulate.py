@@ -46,8 +46,8 @@ def simulate(graph: fx.Graph, bounds: Bounds, machine: Machine, outside_bytes: i
     live = liveness(graph, bounds)
     starts: list[list[Storage]] = [[] for _ in live.nodes]
     ends: list[list[Storage]] = [[] for _ in live.nodes]
-    for storage, first in live.first.items():
-        starts[0 if storage.is_input else first].append(storage)
+    for storage in live.first:
+        starts[live.begin(storage)].append(storage)
         if storage not in live.escapes:
             ends[live.last[storage]].append(storage)
     now: Counter[tuple[Tier, Kind]] = Counter()

@@ -115,6 +115,8 @@ def events_of(graph: fx.Graph, live: Liveness, workspace: Callable[[fx.Node], in
             sources = node.all_input_nodes
         reads = dict.fromkeys(s for v in sources for s in live.of.get(v, ()) if _needed(s))
         makes = tuple(s for s in live.defined_at(node) if s.tier is Tier.DEVICE) if node.op != "output" else ()
+        if node.target is ops.backward:
+            makes += tuple(s for s in live.first if s.is_tangent)
         events.append(Event(i, tuple(reads), makes, workspace(node)))
     return events
 
@@ -137,7 +139,8 @@ class Spiller:
                     self.uses.setdefault(storage, []).append(event.index)
         forward, gradients = output_of(graph).args[0]  # type: ignore[misc]
         returned = [v for v in (*forward, *gradients) if isinstance(v, fx.Node)]
-        self.returned = {s for v in returned for s in live.of.get(v, ()) if not s.is_input}
+        # Tangents are the caller's: like what is returned, they stay to the end.
+        self.returned = {s for v in returned for s in live.of.get(v, ()) if not s.is_input} | {s for s in live.first if s.is_tangent}
         border = graph.find_nodes(op="call_function", target=ops.backward)
         self.border = live.index[border[0]] if border else NEVER
         self.there: dict[Storage, int] = {}
@@ -251,7 +254,7 @@ class Schedule:
     def of(graph: fx.Graph, bounds: Bounds, workspace: Callable[[fx.Node], int] = no_workspace) -> Schedule:
         """The Schedule of `graph` at the bounds."""
         live = liveness(graph, bounds)
-        fixed = frozenset(s for s in live.first if s.is_input and s.tier is Tier.DEVICE)
+        fixed = frozenset(s for s in live.first if s.is_input and s.tier is Tier.DEVICE and not s.is_tangent)
         return Schedule(graph, live, events_of(graph, live, workspace), fixed)
 
     def fixed_bytes(self, resident: frozenset[str] = frozenset()) -> int:
