@@ -143,19 +143,18 @@ class Spiller:
         self.returned = {s for v in returned for s in live.of.get(v, ()) if not s.is_input} | {s for s in live.first if s.is_tangent}
         border = graph.find_nodes(op="call_function", target=ops.backward)
         self.border = live.index[border[0]] if border else NEVER
+        self.before_border = max((i for i, event in enumerate(events) if event.index < self.border), default=0)
         self.there: dict[Storage, int] = {}
         self.touched: dict[Storage, int] = {}
         self.position = 0
         self.on_host: set[Storage] = set()
         self.used_bytes = 0
-        self.previous = 0
         self.result = Scan()
 
     def run(self, to_the_end: bool = True) -> Scan:
         """The scan; unless `to_the_end`, one that finds no room ends where it does."""
         for self.position, event in enumerate(self.events):
             self._step(event)
-            self.previous = event.index
             if self.result.shortfall_bytes and not to_the_end:
                 return self.result
         for storage in list(self.there):
@@ -182,8 +181,7 @@ class Spiller:
             if self._next_use(storage, event.index) == NEVER and storage not in self.returned:
                 self._leave(storage)
             elif storage in self.swapped and storage in self.there and event.index < self.border < self._next_use(storage, event.index):
-                self.previous = event.index
-                self._evict(storage, event.index + 1)
+                self._evict(storage, event.index + 1, self.position)
 
     def _make_room(self, incoming: int, event: Event, reads: set[Storage]) -> None:
         over = self.used_bytes + incoming - self.capacity
@@ -195,7 +193,7 @@ class Spiller:
             if over <= 0:
                 break
             over -= storage.n_bytes
-            self._evict(storage, event.index)
+            self._evict(storage, event.index, self.position - 1)
         if over > self.result.shortfall_bytes:
             self.result.shortfall_bytes, self.result.worst = over, event.index
             self.result.live_at_worst = tuple(self.there) + event.makes
@@ -220,15 +218,19 @@ class Spiller:
         position = bisect_right(uses, index - 1)
         return uses[position - 1] if position else self.live.first[storage]
 
-    def _evict(self, storage: Storage, index: int) -> None:
-        clean = storage.is_input or storage in self.on_host
-        if not clean:
-            self.touched[storage] = max(self.touched[storage], self.position - 1)
-        self._leave(storage)
-        if clean:
+    def _evict(self, storage: Storage, index: int, until: int) -> None:
+        """Storage leaves before node `index`; a copy to the host may take until after event number `until`."""
+        if storage.is_input or storage in self.on_host:
+            self._leave(storage)
             return
+        after = self._last_touch(storage, index)
+        if after < self.border <= self.events[until].index:
+            # A copy that is under way cannot be handed from forward to backward: it ends in forward, long before its room is needed.
+            until = self.before_border
+        self.touched[storage] = max(self.touched[storage], until)
+        self._leave(storage)
         self.on_host.add(storage)
-        self.result.spills.append(Spill(storage, self._last_touch(storage, index), self.previous))
+        self.result.spills.append(Spill(storage, after, max(self.events[until].index, after)))
 
     def _enter(self, storage: Storage) -> None:
         if storage not in self.there:

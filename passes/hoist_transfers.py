@@ -1,6 +1,11 @@
-"""hoist-transfers: starts every transfer to the device where the plan says, ahead of its wait."""
+"""hoist-transfers: starts every transfer to the device where the plan says, ahead of its wait.
+
+A value's copies in graph order are its decisions in the order of their readers.
+"""
 
 from __future__ import annotations
+
+from collections import defaultdict
 
 import torch.fx as fx
 
@@ -11,35 +16,33 @@ from fxoffload.plans import Gather, SwapIn
 
 
 def run(graph: fx.Graph, ctx: Context) -> fx.Graph:
-    """`graph` with each swap_in before its decision's `start`; the waits stay."""
+    """`graph` with each swap_in before its decision's `start`; the waits stay. Raises ValueError where loads and decisions differ."""
     if ctx.plan is None:
         return graph
     nodes = by_name(graph)
-    starts = {(d.value, d.before): d.start for d in ctx.plan.decisions if isinstance(d, (Gather, SwapIn)) and d.start != d.before}
-    if not starts:
-        return graph
+    place = {node: i for i, node in enumerate(graph.nodes)}
+    copies: dict[str, list[fx.Node]] = defaultdict(list)
     for node in graph.find_nodes(op="call_function", target=ops.swap_in):
-        key = (_value_of(node), _reader(node))
-        if key in starts:
-            nodes[starts[key]].prepend(node)
+        copies[_value_of(node)].append(node)
+    decisions: dict[str, list[Gather | SwapIn]] = defaultdict(list)
+    for decision in ctx.plan.decisions:
+        if isinstance(decision, (Gather, SwapIn)):
+            decisions[decision.value].append(decision)
+    for value, loads in decisions.items():
+        loads.sort(key=lambda load: place[nodes[load.before]])
+        for load, copy in zip(loads, copies[value], strict=True):
+            if load.start != load.before:
+                nodes[load.start].prepend(copy)
     return graph
 
 
 def _value_of(node: fx.Node) -> str:
-    """The decision's value: the parameter's fqn, or the swapped value's name."""
+    """What the copy's decision calls its value: the parameter's fqn, or the swapped value's name."""
     source = node.args[0]
     assert isinstance(source, fx.Node)
     if source.op == "placeholder":
         return info(source).fqn or info(source).name
     return info(source).name.rsplit("^", 1)[0]
-
-
-def _reader(node: fx.Node) -> str:
-    """The node the wait stands before, other memory nodes apart."""
-    following = next(iter(node.users)).next
-    while ops.spec_of(following) is not None or info(following).origin is not None:
-        following = following.next
-    return info(following).name
 
 
 PASS = Pass("hoist-transfers", run, requires=frozenset({"lowered", "awaited"}), breaks=frozenset({"fits"}))

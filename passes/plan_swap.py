@@ -11,7 +11,7 @@ import torch.fx as fx
 
 from fxoffload.effects import Tier
 from fxoffload.errors import PlanError
-from fxoffload.graph import border_of, info, name_of
+from fxoffload.graph import info, name_of
 from fxoffload.liveness import Liveness
 from fxoffload.overlap import Rates, overlapped
 from fxoffload.pipeline import Context, Pass
@@ -19,7 +19,7 @@ from fxoffload.plans import Decision, Gather, Sink, SwapIn, SwapOut
 from fxoffload.spill import Scan, Schedule, base_nodes
 
 
-def decisions_of(live: Liveness, scan: Scan, tier: Tier, border: int, overlaps: bool = True) -> tuple[Decision, ...]:
+def decisions_of(live: Liveness, scan: Scan, tier: Tier, overlaps: bool = True) -> tuple[Decision, ...]:
     """The scan's loads and spills as decisions by canonical name. Without overlap a copy to the host ends where it starts."""
     bases, nodes = base_nodes(live), live.nodes
     made: list[tuple[int, Decision]] = []
@@ -29,7 +29,6 @@ def decisions_of(live: Liveness, scan: Scan, tier: Tier, border: int, overlaps: 
         after = max(spill.after, live.index[base])
         if not overlaps:
             until = after
-        after = until if after < border <= until else after
         made.append((until, SwapOut(name_of(base), tier, name_of(nodes[after]), name_of(nodes[until]))))
     for load in scan.loads:
         start, before = name_of(nodes[load.start]), name_of(nodes[load.before])
@@ -58,9 +57,8 @@ def run(graph: fx.Graph, ctx: Context) -> tuple[Decision, ...]:
     if ctx.machine is not None:
         fixed_bytes = sum(s.n_bytes for s in schedule.fixed)
         found = overlapped(schedule, found, None if budget is None else budget - fixed_bytes, Rates.of(schedule, ctx.bounds, ctx.machine))
-    border = border_of(graph)
     overlaps = ctx.machine is None or ctx.machine.overlaps
-    return decisions_of(live, found, ctx.swap_tier, live.index[border] if border is not None else -1, overlaps)
+    return decisions_of(live, found, ctx.swap_tier, overlaps)
 
 
 PASS = Pass("plan-swap", run, options={"slack_bytes": 0})

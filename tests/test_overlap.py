@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import json
 from dataclasses import replace
+from importlib import resources
 
 import pytest
 import torch
 import torch.fx as fx
 from zoo import FAMILIES
 
-from fxoffload import text
-from fxoffload.machine import load_machine
+from fxoffload import ops, text
+from fxoffload.graph import border_of, info, name_of
+from fxoffload.machine import load_machine, machine_from
 from fxoffload.planner import Problem, Solution, solve
-from fxoffload.plans import Gather, Sink, SwapOut
+from fxoffload.plans import Gather, Sink, SwapIn, SwapOut
 from fxoffload.session import Options, Session
+from fxoffload.spill import is_event
 from fxoffload.testing.golden import DEVICE
 from fxoffload.testing.twins import assert_same_results
 from fxoffload.verify import verify
@@ -73,6 +78,47 @@ def test_copies_are_pulled_apart_from_their_waits() -> None:
     assert any(isinstance(d, Gather) and d.start != d.before for d in decisions)
     assert any(isinstance(d, Sink) for d in decisions)
     assert any(isinstance(d, SwapOut) and d.until != d.after for d in decisions)
+
+
+def test_every_copy_to_the_device_starts_where_the_plan_says() -> None:
+    """Copies for recomputed readers too: between a start and the node it names stand memory nodes and views alone."""
+    solution = recomputing()
+    nodes = list(solution.lowered.nodes)
+    place = {name_of(node): i for i, node in enumerate(nodes)}
+    early = [d for d in solution.decisions if isinstance(d, (Gather, SwapIn)) and d.start != d.before]
+    assert any("~" in d.before for d in early)
+    for load in early:
+        start = place[load.start]
+        between = nodes[: start][::-1]
+        near = [n for n in itertools.takewhile(lambda n: n.target in (ops.swap_in, ops.wait, ops.release) or not is_event(n), between)]
+        assert any(n.target is ops.swap_in and source_of(n) == load.value for n in near), load
+
+
+def recomputing() -> Solution:
+    """A plan for a machine whose bus is so slow that values are recomputed rather than moved."""
+    raw = json.loads(resources.files("fxoffload.machines").joinpath("cpu.json").read_text())
+    raw["overlaps"] = True
+    for rate in raw["transfers"].values():
+        if rate is not None:
+            rate["per_s"] /= 50
+    budget = int(solved(None).simulation.device_peak_bytes * 0.45)
+    return solve(replace(problem(), machine=machine_from(raw, "slow bus"), context=replace(problem().context, device_budget_bytes=budget)))
+
+
+def source_of(copy: fx.Node) -> str:
+    source = copy.args[0]
+    assert isinstance(source, fx.Node)
+    return info(source).fqn or name_of(source).rsplit("^", 1)[0]
+
+
+def test_values_that_backward_swaps_out_leave_in_forward() -> None:
+    """A copy under way is never handed over the border, and one that starts behind it would be waited for in full."""
+    lowered = solved(0.45).lowered
+    place = {node: i for i, node in enumerate(lowered.nodes)}
+    border = place[border_of(lowered)]
+    late = [n for n in lowered.find_nodes(op="call_function", target=ops.swap_out) if place[n] > border and info(n).role is None]
+    sent = [n for n in late if isinstance(n.args[0], fx.Node) and place[n.args[0]] < border]
+    assert not [n for n in sent if all(not border < place[user] < place[n] for user in n.args[0].users)]  # type: ignore[union-attr]
 
 
 def test_a_step_is_never_shorter_than_its_busiest_channel_nor_longer_than_all_of_them() -> None:
