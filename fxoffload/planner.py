@@ -32,15 +32,16 @@ USER_SCALAR_BYTES = 1024
 class Parameter:
     """What planning needs to know of one parameter: `n_bytes` of its Storage; `home` is the host tier it lives in when off the device.
 
-    `companion_bytes`: what lives on the device beside it when it resides there and is trained: the optimizer's states and one
-    gradient, which stays through the next step's forward when the caller accumulates.
+    `gradient_bytes`: a gradient that the caller keeps through the next step, which makes one more before both are added; like
+    `state_bytes`, the optimizer's, it lies where the parameter does (states of a parameter on disk lie in host memory). 0 when frozen.
     """
 
     fqn: str
     n_bytes: int
     trainable: bool
     home: Tier
-    companion_bytes: int = 0
+    gradient_bytes: int = 0
+    state_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,7 +324,7 @@ def outside_bytes(problem: Problem, resident: frozenset[str]) -> int:
     """Resident parameters that are no input of this graph, and what residents that are trained bring along."""
     inputs = {info(n).fqn for n in problem.graph.find_nodes(op="placeholder")}
     idle = sum(problem.parameters[fqn].n_bytes for fqn in sorted(resident) if fqn not in inputs)
-    return idle + sum(problem.parameters[fqn].companion_bytes for fqn in sorted(resident))
+    return idle + sum(problem.parameters[fqn].gradient_bytes + problem.parameters[fqn].state_bytes for fqn in sorted(resident))
 
 
 def _refusal(problem: Problem, nearest: _Candidate) -> PlanError:

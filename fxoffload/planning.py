@@ -184,7 +184,7 @@ class Planning:
         return {
             name: Parameter(
                 name, p.untyped_storage().nbytes() or p.nbytes, p.requires_grad, self.homes.get(name, self._host_tier()),
-                p.nbytes * (1 + self.state_factor) * p.requires_grad)
+                p.nbytes * p.requires_grad, p.nbytes * self.state_factor * p.requires_grad)
             for name, p in named_weights(self.model)
         }
 
@@ -238,7 +238,7 @@ class Planning:
             needed = whole_pages(parameter.n_bytes) * (3 if trained else 1)
             if short > 0 and needed <= left:
                 self.homes[parameter.fqn] = Tier.DISK
-                short, left, moved = short - parameter.n_bytes, left - needed, True
+                short, left, moved = short - parameter.n_bytes - parameter.gradient_bytes, left - needed, True
         return moved
 
     def _check_host(self, solution: Solution) -> None:
@@ -269,9 +269,9 @@ class Planning:
     def _prediction(self, solution: Solution) -> Prediction:
         simulation = solution.simulation
         off = [p for p in self.parameters().values() if p.fqn not in solution.resident]
-        states = self.state_factor * sum(p.n_bytes for p in off if p.trainable)
-        host = sum(p.n_bytes for p in off if p.home is not Tier.DISK) + states + simulation.host_peak_bytes
-        disk = sum(p.n_bytes for p in off if p.home is Tier.DISK) + simulation.disk_peak_bytes
+        states = sum(p.state_bytes for p in off)
+        host = sum(p.n_bytes + p.gradient_bytes for p in off if p.home is not Tier.DISK) + states + simulation.host_peak_bytes
+        disk = sum(p.n_bytes + p.gradient_bytes for p in off if p.home is Tier.DISK) + simulation.disk_peak_bytes
         return Prediction(
             simulation.device_peak_bytes, host, disk, simulation.step_s, simulation.peak_node, simulation.moved_bytes)
 
