@@ -14,8 +14,8 @@ from .dry import model_without_weights, sample_batch
 from .free import device_bytes, host_bytes
 from .heap import heap_at_rest, sweep
 from .machine import Machine, default_machine, load_machine
+from .optimizer_states import optimizer_states
 from .pins import Pin
-from .planning import STATE_FACTORS
 from .plans import Plan
 from .router import DIMENSIONS
 from .session import Options, Session
@@ -65,7 +65,7 @@ def compile(
         disk_dir=None if disk_dir is None else _folder(disk_dir),
         pin_memory=pin_memory, outputs=outputs, numerics=numerics, replan=replan,
         dump_dir=None if dump_dir is None else Path(dump_dir), max_shape=_shape_maxima(max_shape), pins=_pins(pins),
-        state_factor=state_factor(optimizer), trained_may_reside=optimizer is not None,
+        states=optimizer_states(optimizer),
     )
     args, kwargs = as_call(batch)
     known = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
@@ -121,7 +121,7 @@ def plan(
         disk_budget_bytes=parse_bytes(disk_budget, "disk_budget"),
         pin_memory=chosen.device_type == "cuda", outputs=outputs, numerics=numerics,
         dump_dir=None if dump_dir is None else Path(dump_dir), max_shape=_shape_maxima(max_shape), pins=_pins(pins),
-        state_factor=state_factor(optimizer), trained_may_reside=optimizer is not None, planning_only=True,
+        states=optimizer_states(optimizer), planning_only=True,
     )
     session = Session(model, options, chosen, None)
     try:
@@ -164,19 +164,6 @@ def with_index(name: str | torch.device) -> torch.device:
         return torch.empty(0, device=device).device
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise ValueError(f"device: {str(device)!r} is not available: {str(error).splitlines()[0]}") from None
-
-
-def state_factor(optimizer: Any) -> int:
-    """Host bytes of optimizer state per trained byte, from a name, class or instance. Raises ValueError listing the known names."""
-    if optimizer is None:
-        return 0
-    name = optimizer if isinstance(optimizer, str) else getattr(optimizer, "__name__", type(optimizer).__name__)
-    plain = name.lower().replace("_", "").replace("-", "").removesuffix("torch").removesuffix("torchfused").removesuffix("hf")
-    if plain in STATE_FACTORS:
-        return STATE_FACTORS[plain]
-    if isinstance(optimizer, str):
-        raise ValueError(f"optimizer: unknown name {optimizer!r}; known are {', '.join(sorted(STATE_FACTORS))}, or pass the class")
-    return 2
 
 
 def _folder(disk_dir: str | Path) -> str:

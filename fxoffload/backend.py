@@ -24,7 +24,6 @@ import torch.fx as fx
 from torch import nn
 
 from . import text
-from .api import state_factor
 from .effects import Tier
 from .errors import PlanError
 from .footprint import Footprint
@@ -33,9 +32,10 @@ from .joint import InputRef, step_graph
 from .liveness import Kind, liveness
 from .machine import Machine, default_machine, load_machine
 from .neutral import neutralize
+from .optimizer_states import States, optimizer_states
 from .pins import PARAMETER_PLACES, Pin
 from .pipeline import Context, get_pass
-from .planner import USER_SCALAR_BYTES, Parameter, Problem, Solution, place_parameters, solve
+from .planner import USER_SCALAR_BYTES, Parameter, Problem, Solution, outside_bytes, place_parameters, solve
 from .planning import REWRITES, bounds_of, pinned_values, saved_of, summary
 from .plans import GraphPlan, Plan, Prediction, Reside
 from .router import DIMENSIONS
@@ -86,7 +86,7 @@ class _Options:
     pins: tuple[Pin, ...]
     max_shape: Mapping[str, int]
     dump_dir: Path | None
-    state_factor: int
+    states: States | None
     accumulate: bool
     resident_bytes: int
     pin_memory: bool
@@ -107,7 +107,7 @@ class _Options:
         return _Options(
             parse_bytes(given["device_budget"], "device_budget"), load_machine(given["machine"]) if given.get("machine") else None, pins,
             given.get("max_shape") or {}, Path(given["dump_dir"]) if given.get("dump_dir") else None,
-            state_factor(given.get("optimizer", "adamw")), bool(given.get("accumulate", False)),
+            optimizer_states(given.get("optimizer", "adamw")), bool(given.get("accumulate", False)),
             parse_bytes(given.get("resident_bytes", 0), "resident_bytes"), bool(given.get("pin_memory", True)),
         )
 
@@ -164,7 +164,7 @@ class _Step:
         graph = get_pass("canonicalize").run(graph, context)  # type: ignore[assignment]
         parameters = self._parameters(graph, context.bounds)
         problem = Problem(
-            graph, pinned_values(self.options.pins, graph, context), parameters, self.machine, self._fixed_bytes(parameters),
+            graph, pinned_values(self.options.pins, graph, context), parameters, self.machine, self._fixed_bytes(),
             frozenset(parameters), footprint=Footprint.of(self.machine))
         solution = self._solved(problem)
         label = f"{kind}-{self.id}"
@@ -200,13 +200,18 @@ class _Step:
         for node in graph.find_nodes(op="placeholder"):
             entry = info(node)
             if entry.role is Role.PARAMETER and entry.fqn is not None:
-                found[entry.fqn] = Parameter(entry.fqn, bounds.bytes_of(node.meta["val"]), entry.trainable, Tier.PAGEABLE)
+                found[entry.fqn] = self._parameter(entry.fqn, node.meta["val"], entry.trainable, bounds)
         return found
 
-    def _fixed_bytes(self, parameters: Mapping[str, Parameter]) -> int:
-        sets = self.options.state_factor + self.options.accumulate
+    def _parameter(self, fqn: str, value: torch.Tensor, trainable: bool, bounds: Bounds) -> Parameter:
+        n_bytes, states = bounds.bytes_of(value), self.options.states
+        shape = [bounds.of(size) for size in value.shape]
+        state_bytes = states.bytes_of(shape, value.element_size()) if trainable and states is not None else 0
+        return Parameter(fqn, n_bytes, trainable, Tier.PAGEABLE, n_bytes * (trainable and self.options.accumulate), state_bytes)
+
+    def _fixed_bytes(self) -> int:
         overhead = Footprint.of(self.machine).overhead_bytes
-        return sets * _trained_bytes(parameters) + self.options.resident_bytes + USER_SCALAR_BYTES + overhead
+        return self.options.resident_bytes + USER_SCALAR_BYTES + overhead
 
     def _solved(self, problem: Problem) -> Solution:
         budget = self.options.device_budget_bytes
@@ -232,16 +237,13 @@ class _Step:
         stays = sum(s.n_bytes for s in live.escapes if not (s.is_input and s.kind is Kind.GRADIENT))
         trained = [p.n_bytes for p in problem.parameters.values() if p.trainable]
         temporary = max(trained, default=0) if self.device.type == "cpu" else sum(trained)
-        return problem.fixed_bytes + stays + (temporary if self.options.state_factor else 0)
+        beside = problem.fixed_bytes + outside_bytes(problem, frozenset(problem.parameters))
+        return beside + stays + (temporary if self.options.states is not None else 0)
 
 
 def _prediction(solution: Solution) -> Prediction:
     s = solution.simulation
     return Prediction(s.device_peak_bytes, s.host_peak_bytes, s.disk_peak_bytes, s.step_s, s.peak_node, s.moved_bytes)
-
-
-def _trained_bytes(parameters: Mapping[str, Parameter]) -> int:
-    return sum(p.n_bytes for p in parameters.values() if p.trainable)
 
 
 def _input_ref(source: str | None, position: int, value: object) -> InputRef:

@@ -22,6 +22,7 @@ from .footprint import Footprint
 from .graph import Bounds, Role, border_of, copy_graph, info, output_of
 from .liveness import base_nodes, liveness
 from .machine import Machine
+from .optimizer_states import States
 from .pins import PARAMETER_PLACES, VALUE_PLACES, Pin, check_pins, pinned_names
 from .pipeline import Context, Pipeline, get_pass, pipeline_names
 from .planner import USER_SCALAR_BYTES, Parameter, Problem, Solution, outside_bytes, place_parameters, solve
@@ -34,11 +35,6 @@ from .split import split
 from .workspace import Workspace
 
 log = logging.getLogger("fxoffload")
-
-# Host bytes an optimizer keeps per trained parameter byte; its states have the parameter's dtype.
-STATE_FACTORS: Mapping[str, int] = {
-    "adamw": 2, "adam": 2, "nadam": 2, "radam": 2, "adamax": 2, "lion": 1, "sgd": 1, "adagrad": 1, "rmsprop": 3, "none": 0,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +53,8 @@ class Budgets:
 class Planning:
     """`plan`: the Plan so far. `resident`: names of the parameters on the device, None until the first graph is planned.
 
-    `disk_file_bytes`: what the disk file must hold for every graph so far.
+    `states`: what the optimizer keeps, None where none steps: then no trained parameter resides on the device. `disk_file_bytes`: what
+    the disk file must hold for every graph so far.
     """
 
     model: nn.Module
@@ -69,8 +66,7 @@ class Planning:
     numerics: str = "bitwise"
     replan: bool = True
     may_reside: bool = True
-    state_factor: int = 2
-    trained_may_reside: bool = False
+    states: States | None = None
     dump_dir: Path | None = None
     resident: frozenset[str] | None = None
     homes: dict[str, Tier] = field(default_factory=dict)
@@ -175,7 +171,7 @@ class Planning:
         on_device = frozenset(n for n, place in pinned.items() if place == "device")
         return Problem(
             graph, context, self.parameters(), self.machine, buffers + USER_SCALAR_BYTES + footprint.overhead_bytes,
-            self.resident if self.may_reside else frozenset(), on_device, frozenset(pinned) - on_device, self.trained_may_reside,
+            self.resident if self.may_reside else frozenset(), on_device, frozenset(pinned) - on_device, self.states is not None,
             footprint,
         )
 
@@ -184,9 +180,14 @@ class Planning:
         return {
             name: Parameter(
                 name, p.untyped_storage().nbytes() or p.nbytes, p.requires_grad, self.homes.get(name, self._host_tier()),
-                p.nbytes * p.requires_grad, p.nbytes * self.state_factor * p.requires_grad)
+                p.nbytes * p.requires_grad, self._state_bytes(p))
             for name, p in named_weights(self.model)
         }
+
+    def _state_bytes(self, parameter: torch.Tensor) -> int:
+        if self.states is None or not parameter.requires_grad:
+            return 0
+        return self.states.bytes_of(parameter.shape, parameter.element_size())
 
     def _homes(self) -> dict[str, Tier]:
         """The host tier of every parameter before any budget is looked at: the pinned one, else the machine's."""

@@ -19,6 +19,7 @@ from .integrations import transformers
 from .joint import InputRef, step_graph
 from .machine import Machine
 from .neutral import neutralize
+from .optimizer_states import States
 from .pins import Pin
 from .planning import Budgets, Planning
 from .plans import Plan
@@ -53,9 +54,8 @@ class Options:
     dump_dir: Path | None = None
     max_shape: Mapping[str, int] = field(default_factory=dict)
     pins: tuple[Pin, ...] = ()
-    state_factor: int = 2
+    states: States | None = None
     planning_only: bool = False
-    trained_may_reside: bool = False
 
     @property
     def pinned(self) -> bool:
@@ -79,8 +79,8 @@ class Session:
             model, options.device,
             Budgets(options.device_budget_bytes, options.host_budget_bytes, options.disk_budget_bytes, options.pinned,
                     options.host_budget_named),
-            machine, plan, options.pins, options.numerics, options.replan, moves_in_place(options.device), options.state_factor,
-            options.trained_may_reside, options.dump_dir)
+            machine, plan, options.pins, options.numerics, options.replan, moves_in_place(options.device), options.states,
+            options.dump_dir)
         self.memory = (
             HostMemory() if options.planning_only else HostMemory(options.pinned, options.disk_dir, options.disk_budget_bytes))
         self.engine = engine_for(options.device, self.memory)

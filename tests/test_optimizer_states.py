@@ -1,0 +1,127 @@
+"""The bytes an optimizer keeps per parameter are those its own code allocates."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from transformers.training_args import OptimizerNames
+
+import fxoffload
+from fxoffload.optimizer_states import Coded, optimizer_states
+
+SHAPES = [(96, 64), (64,), (5000,), (4, 33, 9)]
+
+
+def predicted(optimizer: Any, parameter: nn.Parameter) -> int:
+    states = optimizer_states(optimizer)
+    assert states is not None
+    return states.bytes_of(parameter.shape, parameter.element_size())
+
+
+def kept(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> int:
+    """Bytes of the state's tensors; counters, norms and tables that all parameters share apart."""
+    tensors = {k: v for k, v in optimizer.state[parameter].items() if isinstance(v, torch.Tensor) and not k.startswith("qmap")}
+    return sum(v.nbytes for v in tensors.values() if v.numel() > 1)
+
+
+def stepped(kind: Any, parameter: nn.Parameter, **options: Any) -> torch.optim.Optimizer:
+    optimizer = kind([parameter], lr=1e-3, **options)
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    return optimizer
+
+
+TORCH: list[tuple[Any, dict[str, Any]]] = [
+    (torch.optim.AdamW, {}), (torch.optim.AdamW, {"amsgrad": True}), (torch.optim.Adam, {}), (torch.optim.NAdam, {}), (torch.optim.RAdam, {}),
+    (torch.optim.Adamax, {}), (torch.optim.SGD, {}), (torch.optim.SGD, {"momentum": 0.9}), (torch.optim.Adagrad, {}),
+    (torch.optim.RMSprop, {}), (torch.optim.RMSprop, {"momentum": 0.9, "centered": True}), (torch.optim.Adadelta, {}),
+    (torch.optim.ASGD, {}), (torch.optim.Rprop, {}), (transformers.Adafactor, {"relative_step": False}),
+    (transformers.Adafactor, {"relative_step": False, "beta1": 0.9}),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("kind", "options"), TORCH, ids=lambda v: getattr(v, "__name__", str(v)))
+def test_an_instance_keeps_what_is_said(kind: Any, options: dict[str, Any], dtype: torch.dtype) -> None:
+    for shape in SHAPES:
+        parameter = nn.Parameter(torch.ones(shape, dtype=dtype))
+        optimizer = stepped(kind, parameter, **options)
+        assert predicted(optimizer, parameter) == kept(optimizer, parameter), shape
+        assert predicted(kind, parameter) >= kept(optimizer, parameter) or options, shape
+
+
+BITSANDBYTES = ["AdamW", "AdamW8bit", "PagedAdamW32bit", "PagedAdamW8bit", "Lion", "Lion8bit", "PagedLion8bit", "AdEMAMix", "AdEMAMix8bit",
+                "RMSprop8bit", "SGD8bit", "Adagrad32bit", "LAMB8bit", "LARS"]
+
+
+@pytest.mark.parametrize("name", BITSANDBYTES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_bitsandbytes_states_are_as_large_as_it_makes_them(name: str, dtype: torch.dtype) -> None:
+    import bitsandbytes
+
+    kind = getattr(bitsandbytes.optim, name)
+    for shape in SHAPES:
+        parameter = nn.Parameter(torch.ones(shape, dtype=dtype))
+        optimizer = kind([parameter], lr=1e-3, **({"momentum": 0.9} if name in ("SGD8bit", "LARS") else {}))
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Paged optimizers")
+            optimizer.init_state(optimizer.param_groups[0], parameter, 0, 0)
+        assert predicted(optimizer, parameter) == predicted(kind, parameter) == kept(optimizer, parameter), shape
+
+
+@pytest.mark.parametrize("name", [o.value for o in OptimizerNames])
+def test_every_name_of_hugging_face_is_known_in_any_case(name: str) -> None:
+    assert optimizer_states(name) == optimizer_states(name.upper()) is not None
+
+
+@pytest.mark.parametrize(("name", "bytes_per_element"), [
+    ("adamw_torch_fused", 4), ("adamw_bnb_8bit", 2 + 8 / 256), ("paged_adamw_8bit", 2 + 8 / 256), ("paged_adamw_32bit", 8),
+    ("lion_8bit", 1 + 4 / 256), ("sgd", 2), ("ademamix_8bit", 3 + 12 / 256), ("adafactor", 4 / 1024 + 4 / 512), ("adamw_torch_4bit", 1 + 8 / 128 + 128 / 2**19),
+])
+def test_names_stand_for_bytes_of_a_bf16_matrix(name: str, bytes_per_element: float) -> None:
+    assert optimizer_states(name).bytes_of((512, 1024), 2) == bytes_per_element * 512 * 1024  # type: ignore[union-attr]
+
+
+def test_what_blocks_do_not_divide_is_not_coded() -> None:
+    assert Coded(8, 256).bytes_of((4099,), 2) == 2 * 2 * 4099
+
+
+def test_an_unknown_name_is_answered_with_the_known_ones() -> None:
+    with pytest.raises(ValueError, match="^optimizer: unknown name 'adamwww'.*adamw_torch_fused.*paged_lion_8bit"):
+        optimizer_states("adamwww")
+    with pytest.raises(ValueError, match="^optimizer: expected"):
+        optimizer_states(5)
+
+
+class Homemade(torch.optim.Optimizer):
+    pass
+
+
+class Derived(torch.optim.AdamW):
+    pass
+
+
+def test_an_unknown_class_is_taken_for_the_most_with_a_warning_and_a_derived_one_for_its_base(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "fxoffload"):
+        assert optimizer_states(Derived) == optimizer_states("adamw") and not caplog.records
+        assert optimizer_states(Homemade).bytes_of((8, 8), 2) == 3 * 4 * 64  # type: ignore[union-attr]
+    assert "Homemade is not known" in caplog.text
+
+
+def test_the_host_peak_knows_fp32_states_of_bf16_parameters() -> None:
+    def host_peak(optimizer: Any) -> int:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)).to(torch.bfloat16)
+        plan = fxoffload.plan(model, torch.zeros(4, 64, dtype=torch.bfloat16), device_budget="1MiB", machine="cpu", optimizer=optimizer,
+                              pins=[fxoffload.pin("*", "host")])
+        return plan.predicted.host_peak_bytes
+
+    n = 2 * (64 * 64 + 64)
+    assert host_peak("paged_adamw_32bit") - host_peak("adamw") == 4 * n
+    assert host_peak("adamw") - host_peak(None) == host_peak("adamw") - host_peak("none") == 4 * n
