@@ -24,6 +24,8 @@ from .effects import Tier
 from .torch_compat import without_modes
 
 INFO = "fxo"
+# Names that no module path and no op can have.
+BORDER, OUTPUT = "/backward", "/output"
 _CONSTANT = "fxo_constant"
 
 
@@ -97,7 +99,7 @@ def info(node: fx.Node) -> NodeInfo:
     known = node.meta.get(INFO)
     if isinstance(known, NodeInfo):
         return known
-    return NodeInfo(node.name, Role.BATCH if node.op == "placeholder" else None)
+    return NodeInfo(OUTPUT if node.op == "output" else node.name, Role.BATCH if node.op == "placeholder" else None)
 
 
 def set_info(node: fx.Node, **changes: object) -> None:

@@ -11,7 +11,7 @@ import torch.fx as fx
 
 from . import ops
 from .effects import Tier
-from .graph import INFO, NodeInfo, Role, constant_of, is_symbol, module_path, op_name, set_constant
+from .graph import BORDER, INFO, OUTPUT, NodeInfo, Role, constant_of, is_symbol, module_path, op_name, set_constant
 from .errors import PlanError
 
 
@@ -53,11 +53,11 @@ def step_graph(joint: fx.Graph, inputs: Sequence[InputRef], n_forward_outputs: i
     body = [n for n in joint.nodes if n.op not in ("placeholder", "output")]
     _copy_nodes(graph, new, [n for n in body if n in forward])
     if has_backward:
-        graph.call_function(ops.backward).meta[INFO] = NodeInfo("backward")
+        graph.call_function(ops.backward).meta[INFO] = NodeInfo(BORDER)
         _copy_nodes(graph, new, [n for n in body if n not in forward])
     lookup = lambda value: new[value] if isinstance(value, fx.Node) else value  # noqa: E731
     result = graph.output((tuple(map(lookup, forward_outputs)), tuple(map(lookup, gradients)) if has_backward else ()))
-    result.meta[INFO] = NodeInfo("output")
+    result.meta[INFO] = NodeInfo(OUTPUT)
     return graph
 
 

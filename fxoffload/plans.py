@@ -12,7 +12,7 @@ from .effects import Tier
 from .errors import PlanError
 from .sizes import format_bytes
 
-SCHEMA = 1
+SCHEMA = 2
 
 
 @dataclass(frozen=True, slots=True)

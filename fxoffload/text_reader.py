@@ -20,7 +20,7 @@ from torch.utils._sympy.value_ranges import ValueRanges
 
 from . import neutral  # noqa: F401  (defines the device-neutral ops that texts name)
 from .effects import Tier
-from .graph import INFO, Bounds, NodeInfo, Role
+from .graph import INFO, OUTPUT, Bounds, NodeInfo, Role
 from .text_words import CONSTANTS, DTYPES, FORMATS, HEADER, LAYOUTS, MODULES, contiguous_strides, expr_of, void_name
 
 _TOKEN = re.compile(
@@ -64,7 +64,7 @@ class Reader:
         if self._tokens:
             raise ValueError(f"cannot read {self._tokens[-1][1]!r}")
         tier = self._annotate(node, annotation)
-        default = "output" if node.op == "output" else void_name(node)
+        default = OUTPUT if node.op == "output" else void_name(node)
         canonical = name or str(attributes.pop("name", default))
         if node.op == "placeholder":
             attributes["tier"] = tier

@@ -34,7 +34,7 @@ def is_void(target: object) -> bool:
 
 def void_name(node: fx.Node) -> str:
     operand = node.args[0] if node.args else None
-    return f"{name_of(operand)}/{op_name(node)}" if isinstance(operand, fx.Node) else op_name(node)
+    return f"{name_of(operand)}/{op_name(node)}" if isinstance(operand, fx.Node) else f"/{op_name(node)}"
 
 
 def expr_of(size: int | torch.SymInt) -> int | sympy.Basic:

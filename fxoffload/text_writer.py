@@ -14,7 +14,7 @@ import torch.fx as fx
 
 from . import ops
 from .effects import Alloc, Tier
-from .graph import NodeInfo, info, name_of, tensors_in
+from .graph import OUTPUT, NodeInfo, info, name_of, tensors_in
 from .liveness import Liveness
 from .text_words import DTYPES, FORMATS, LAYOUTS, MODULES, contiguous_strides, expr_of, is_void, void_name
 
@@ -34,7 +34,7 @@ class Writer:
     def line(self, node: fx.Node) -> str:
         entry = info(node)
         if node.op == "output":
-            return f"return {self._value(node, node.args[0])}" + _attributes(node, entry, entry.name != "output")
+            return f"return {self._value(node, node.args[0])}" + _attributes(node, entry, entry.name != OUTPUT)
         if node.op == "call_function" and is_void(node.target):
             return self._call(node) + _attributes(node, entry, entry.name != void_name(node))
         return self._name(node) + self._annotation(node) + " = " + self._body(node) + _attributes(node, entry, False)

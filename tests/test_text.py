@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import fxoffload
 from fxoffload import ops, text
 from fxoffload.effects import Tier
 from fxoffload.graph import INFO, Bounds, NodeInfo, Role, border_of, by_name, info, name_of
@@ -257,3 +258,34 @@ def test_ten_thousand_nodes_are_written_in_a_second_and_a_half() -> None:
     started = time.process_time()
     text.render(graph, Bounds({"s0": 4}))
     assert time.process_time() - started < 1.5
+
+
+class Named(torch.nn.Module):
+    """A parameter and an argument called as fx and the ops call nodes of theirs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.output = torch.nn.Parameter(torch.ones(8, 8))
+        self.backward = torch.nn.Parameter(torch.ones(8))
+
+    def forward(self, output: torch.Tensor) -> torch.Tensor:
+        return ((output @ self.output + self.backward) ** 2).sum()
+
+
+def test_parameters_and_inputs_may_be_called_output_and_backward() -> None:
+    model = fxoffload.compile(Named(), torch.ones(4, 8), device="cpu", device_budget="1MiB", pins=[fxoffload.pin("*", "host")])
+    model(torch.ones(4, 8)).backward()
+    (graph,) = model.fxoffload.graphs.values()
+    again = text.parse(text.render(graph))
+    assert_same_graph(graph, again)
+    assert text.render(again) == text.render(graph)
+    assert {"output", "backward", "output.grad", "backward.grad"} <= set(by_name(again))
+    model.fxoffload.close()
+
+
+def test_a_node_that_is_called_output_returns_from_text() -> None:
+    graph = fx.Graph()
+    node = graph.call_function(operator.add, (1, 2), name="output")
+    node.meta = {"val": 3}
+    graph.output((node,))
+    assert_same_graph(graph, text.parse(text.render(graph)))

@@ -112,7 +112,7 @@ def test_a_view_of_a_released_value_is_refused() -> None:
 
 
 def test_returning_a_released_value_is_refused() -> None:
-    assert "%output reads %a" in complaint("%a: f32[8] = aten.relu %x\nfxo.release %a\nreturn (%a)")
+    assert "%/output reads %a" in complaint("%a: f32[8] = aten.relu %x\nfxo.release %a\nreturn (%a)")
 
 
 def test_a_release_while_a_transfer_borrows_is_refused() -> None:
