@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -49,17 +50,18 @@ def compile(
     """The same `model`, which from now on trains inside the budgets with the caller's own loop.
 
     `batch` is one sample (mapping, tuple or tensor); its sizes, or `max_shape` ({"batch": n, "sequence": n}), are the largest the
-    plan is made for. `device_budget` is bytes, text like "24GiB", or "auto" (what is free now); `host_budget` None is what the machine
-    has free less a sixteenth of its memory. `model.fxoffload` then has the plan,
-    the lowered graphs, the report and `close()`. Raises ValueError for a bad argument and PlanError when a budget cannot be met,
+    plan is made for. `device_budget` is bytes, text like "24GiB", or "auto" (what is free now, less what libraries keep); `host_budget`
+    None is what the machine has free less a sixteenth of its memory. `optimizer` is transformers' name of one, a class, an instance
+    or None: its states are planned. `model.fxoffload` then has the plan, the lowered graphs, the report and `close()`. Raises ValueError for a bad argument and PlanError when a budget cannot be met,
     before anything runs; the model is then as it was.
     """
     target = with_index(device)
     _check_choices(outputs=outputs, numerics=numerics, executor=executor)
     _check_model(model)
+    chosen = load_machine(machine) if machine is not None else default_machine(target.type)
     options = Options(
         device=target,
-        device_budget_bytes=device_bytes(device_budget, target),
+        device_budget_bytes=device_bytes(device_budget, target, chosen.overhead_bytes),
         host_budget_bytes=host_bytes(host_budget, model), host_budget_named=host_budget is not None,
         disk_budget_bytes=parse_bytes(disk_budget, "disk_budget"),
         disk_dir=None if disk_dir is None else _folder(disk_dir),
@@ -71,17 +73,15 @@ def compile(
     known = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
     if known is not None and not isinstance(known, Plan):
         raise ValueError(f"plan: expected a Plan or a path, got {type(known).__name__}")
-    chosen = load_machine(machine) if machine is not None else default_machine(target.type)
-    session = Session(model, options, chosen, known)
-    try:
+    with ExitStack() as undo:
+        session = Session(model, options, chosen, known)
+        undo.callback(session.close)
         session.places.settle_constants()
         with heap_at_rest():
             session.router.capture(args, kwargs)
         sweep()
         session.settle()
-    except BaseException:
-        session.close()
-        raise
+        undo.pop_all()
     return model
 
 
@@ -107,7 +107,7 @@ def plan(
 
     `model_or_config`: a module (left equal in every attribute), a transformers config, a model folder or a bare config.json.
     `batch_or_spec`: a sample batch, a mapping of name to (shape, dtype), or (batch, sequence). `lora` and `quantization` are PEFT's and
-    transformers' own configs; of the latter, bitsandbytes in 4 bits. `report`: a file for the page with the memory timeline. Raises
+    transformers' own configs; of the latter, bitsandbytes in 4 and 8 bits. `report`: a file for the page with the memory timeline. Raises
     PlanError when it does not fit and ValueError for a bad argument.
     """
     _check_choices(outputs=outputs, numerics=numerics)
@@ -123,8 +123,7 @@ def plan(
         dump_dir=None if dump_dir is None else Path(dump_dir), max_shape=_shape_maxima(max_shape), pins=_pins(pins),
         states=optimizer_states(optimizer), planning_only=True,
     )
-    session = Session(model, options, chosen, None)
-    try:
+    with closing(Session(model, options, chosen, None)) as session:
         args, kwargs = as_call(sample_batch(batch_or_spec, model))
         with heap_at_rest():
             session.router.capture(args, kwargs)
@@ -132,8 +131,6 @@ def plan(
         if report is not None:
             session.report(report)
         return session.plan
-    finally:
-        session.close()
 
 
 def as_call(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

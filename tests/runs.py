@@ -25,7 +25,7 @@ from fxoffload.workspace import Workspace
 
 FRACTIONS = (1.0, 0.6, 0.35)
 STEPS = 5
-NO_LIMIT = 1 << 40
+NO_LIMIT = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import logging
+
 import pytest
 import torch
 from hypothesis import given
@@ -12,6 +15,7 @@ import fxoffload
 from fxoffload.footprint import Footprint
 from fxoffload.free import host_bytes
 from fxoffload.machine import load_machine
+from fxoffload.testing.simulated_device import SimulatedDevice
 
 CUDA = Footprint.of(load_machine("h200"))
 
@@ -45,3 +49,36 @@ def test_without_a_host_budget_a_reserve_stays_free() -> None:
     free_all = host_bytes(None, model)
     assert 0 < free_all
     assert host_bytes(free_all, model) == free_all
+
+
+def small() -> nn.Module:
+    return nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
+
+
+def test_an_automatic_device_budget_is_what_is_free_less_what_libraries_keep_and_is_logged(
+    simulated_device: SimulatedDevice, caplog: pytest.LogCaptureFixture
+) -> None:
+    machine = dataclasses.replace(load_machine("cpu"), overhead_bytes=5000)
+    simulated_device.set_capacity(simulated_device.memory_allocated() + 200_000)
+    with caplog.at_level(logging.INFO, "fxoffload"):
+        model = fxoffload.compile(small(), torch.ones(2, 64), device="fxsim", device_budget="auto", machine=machine)
+    (line,) = [r.getMessage() for r in caplog.records if "auto" in r.getMessage()]
+    assert "195000 bytes" in line and "200000 bytes" in line and "less 5000" in line
+    assert model.fxoffload.plan.device_budget_bytes == 195_000
+    model(torch.ones(2, 64).to("fxsim")).sum().backward()
+    model.fxoffload.close()
+
+
+def test_an_automatic_device_budget_of_nothing_is_refused(simulated_device: SimulatedDevice) -> None:
+    machine = dataclasses.replace(load_machine("cpu"), overhead_bytes=5000)
+    simulated_device.set_capacity(simulated_device.memory_allocated() + 5000)
+    with pytest.raises(fxoffload.PlanError, match="'auto' leaves nothing: 5000 bytes .* less 5000"):
+        fxoffload.compile(small(), torch.ones(2, 64), device="fxsim", device_budget="auto", machine=machine)
+
+
+def test_a_device_budget_above_what_is_free_is_refused_with_both_numbers(simulated_device: SimulatedDevice) -> None:
+    simulated_device.set_capacity(simulated_device.memory_allocated() + 200_000)
+    with pytest.raises(fxoffload.PlanError, match="device_budget of 200001 bytes .* more than the 200000 bytes") as refusal:
+        fxoffload.compile(small(), torch.ones(2, 64), device="fxsim", device_budget=200_001)
+    assert refusal.value.shortfall_bytes == 1
+    fxoffload.compile(small(), torch.ones(2, 64), device="fxsim", device_budget=200_000).fxoffload.close()
