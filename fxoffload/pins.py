@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 from .errors import PlanError
 
 PARAMETER_PLACES = ("device", "host", "pinned", "pageable", "disk")
+_HOST_TIERS = ("pinned", "pageable", "disk")
 VALUE_PLACES = ("keep", "swap", "checkpoint")
 
 
@@ -32,20 +33,27 @@ def pin(pattern: str, place: str) -> Pin:
 
 
 def pinned_names(pins: Iterable[Pin], names: Iterable[str], places: tuple[str, ...]) -> dict[str, str]:
-    """Name -> place for every name a pin on one of `places` matches. Raises PlanError when two pins disagree on a name.
+    """Name -> place for every name a pin on one of `places` matches; a named host tier goes before "host". Raises PlanError naming
+    both when two pins disagree on a name.
 
     Canonical value names match with "/" read as ".", so "*.mlp.*" takes everything inside an mlp module.
     """
-    found: dict[str, str] = {}
+    found: dict[str, Pin] = {}
     wanted = [p for p in pins if p.place in places]
     for name in names:
         for one in wanted:
-            if not (fnmatchcase(name, one.pattern) or fnmatchcase(name.replace("/", "."), one.pattern)):
-                continue
-            if found.get(name, one.place) != one.place:
-                raise PlanError(f"pins disagree on {name}: {found[name]} and {one.place}")
-            found[name] = one.place
-    return found
+            if fnmatchcase(name, one.pattern) or fnmatchcase(name.replace("/", "."), one.pattern):
+                found[name] = _narrower(found.get(name, one), one, name)
+    return {name: one.place for name, one in found.items()}
+
+
+def _narrower(a: Pin, b: Pin, name: str) -> Pin:
+    """The pin that says more. Raises PlanError when both cannot be kept."""
+    if a.place == b.place or (b.place == "host" and a.place in _HOST_TIERS):
+        return a
+    if a.place == "host" and b.place in _HOST_TIERS:
+        return b
+    raise PlanError(f"pins disagree on {name}: pin {a.pattern!r} says {a.place}, pin {b.pattern!r} says {b.place}")
 
 
 def check_pins(pins: Iterable[Pin], names: Iterable[str]) -> None:

@@ -74,11 +74,23 @@ class Planning:
 
     def __post_init__(self) -> None:
         check_pins(self.pins, (name for name, _ in self.model.named_parameters()))
+        self._check_device_pins()
         self.homes = self._homes()
         if self.plan is not None:
             self._check_residency(self.plan)
             self.resident = frozenset(r.value for r in self.plan.residency if r.tier is Tier.DEVICE)
             self.homes.update({r.value: r.tier for r in self.plan.residency if r.tier.on_host})
+
+    def _check_device_pins(self) -> None:
+        """Raises PlanError for pins that disagree, and for a parameter pinned to the device that cannot stay there."""
+        places = pinned_names(self.pins, (name for name, _ in named_weights(self.model)), PARAMETER_PLACES)
+        for name, weight in named_weights(self.model):
+            if places.get(name) != "device":
+                continue
+            if not self.may_reside:
+                raise PlanError(f"{name} is pinned to the device, and {self.device.type} cannot hold a parameter that stays the same object")
+            if weight.requires_grad and self.states is None:
+                raise PlanError(f"{name} is trained and pinned to the device, where optimizer=None plans no states for it")
 
     def _check_residency(self, plan: Plan) -> None:
         """Raises PlanError when the plan is for another model, or keeps on the device what this device cannot hold."""
@@ -105,18 +117,20 @@ class Planning:
             if self.plan is not None and not self.replan:
                 raise PlanError(f"the plan does not cover this graph (fingerprint {fingerprint[:12]}) and replan=False")
             self._extend(graph, context, fingerprint)
-        assert self.plan is not None
-        lowered = self._apply(graph, context, self.plan.graphs[fingerprint])
+        lowered = self._apply(graph, context, fingerprint)
         short = self._shortfall(graph, lowered, context)
         if short > 0:
             if not self.replan:
                 raise PlanError(f"at these sizes the plan needs {short} bytes more than device_budget, and replan=False", short)
             self._extend(graph, context, fingerprint)
-            lowered = self._apply(graph, context, self.plan.graphs[fingerprint])
+            lowered = self._apply(graph, context, fingerprint)
         values = disk_values_bytes(lowered, context.bounds)
         self.disk_file_bytes = max(self.disk_file_bytes, self.parameters_on_disk_bytes(self.resident or frozenset()) + values)
         self._check_disk()
-        return self.plan.graphs[fingerprint].label, lowered
+        assert self.plan is not None
+        known = self.plan.graphs[fingerprint]
+        log.info("plan %s, graph %s: %s", self.plan.id, known.label, summary(known))
+        return known.label, lowered
 
     def _shortfall(self, graph: fx.Graph, lowered: fx.Graph, context: Context) -> int:
         """Device bytes a lowered graph needs above the budget: a plan made for smaller sizes may not fit at these."""
@@ -125,8 +139,9 @@ class Planning:
         live_bytes = simulate(lowered, context.bounds, self.machine, outside, context.workspace).device_peak_bytes
         return problem.footprint.needed_bytes(live_bytes) - self.budgets.device_bytes
 
-    def _apply(self, graph: fx.Graph, context: Context, known: GraphPlan) -> fx.Graph:
+    def _apply(self, graph: fx.Graph, context: Context, fingerprint: str) -> fx.Graph:
         assert self.plan is not None
+        known = self.plan.graphs[fingerprint]
         place_parameters(graph, self.parameters(), self.resident or frozenset())
         output_of(graph).meta |= {text.LABEL: known.label, text.BOUNDS: context.bounds}
         dumps = self.dump_dir / known.label if self.dump_dir is not None else None
@@ -161,7 +176,6 @@ class Planning:
             host = self.budgets.host_bytes if self.budgets.host_named else None
             self.plan = Plan(self.budgets.device_bytes, host, self.machine.name, self.numerics, self._residency(), {})
         self.plan = self.plan.with_graph(fingerprint, graph_plan)
-        log.info("plan %s, graph %s: %s", self.plan.id, label, summary(graph_plan))
 
     def _problem(self, graph: fx.Graph, context: Context) -> Problem:
         inputs = {info(n).fqn for n in graph.find_nodes(op="placeholder")}
