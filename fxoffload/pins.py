@@ -20,6 +20,10 @@ class Pin:
     pattern: str
     place: str
 
+    def matches(self, name: str) -> bool:
+        """Whether `name` is meant. "/" of a canonical value name also reads as ".": "*.mlp.*" takes all that is inside an mlp module."""
+        return fnmatchcase(name, self.pattern) or fnmatchcase(name.replace("/", "."), self.pattern)
+
 
 def pin(pattern: str, place: str) -> Pin:
     """A constraint for `compile(pins=...)` and `plan(pins=...)`.
@@ -34,15 +38,12 @@ def pin(pattern: str, place: str) -> Pin:
 
 def pinned_names(pins: Iterable[Pin], names: Iterable[str], places: tuple[str, ...]) -> dict[str, str]:
     """Name -> place for every name a pin on one of `places` matches; a named host tier goes before "host". Raises PlanError naming
-    both when two pins disagree on a name.
-
-    Canonical value names match with "/" read as ".", so "*.mlp.*" takes everything inside an mlp module.
-    """
+    both when two pins disagree on a name."""
     found: dict[str, Pin] = {}
     wanted = [p for p in pins if p.place in places]
     for name in names:
         for one in wanted:
-            if fnmatchcase(name, one.pattern) or fnmatchcase(name.replace("/", "."), one.pattern):
+            if one.matches(name):
                 found[name] = _narrower(found.get(name, one), one, name)
     return {name: one.place for name, one in found.items()}
 
@@ -56,9 +57,7 @@ def _narrower(a: Pin, b: Pin, name: str) -> Pin:
     raise PlanError(f"pins disagree on {name}: pin {a.pattern!r} says {a.place}, pin {b.pattern!r} says {b.place}")
 
 
-def check_pins(pins: Iterable[Pin], names: Iterable[str]) -> None:
-    """Raises ValueError for a parameter pin that matches no parameter."""
+def idle_pins(pins: Iterable[Pin], names: Iterable[str], places: tuple[str, ...]) -> list[Pin]:
+    """Pins on one of `places` that match none of the names."""
     known = list(names)
-    for one in pins:
-        if one.place in PARAMETER_PLACES and not any(fnmatchcase(name, one.pattern) for name in known):
-            raise ValueError(f"pin {one.pattern!r} matches no parameter")
+    return [p for p in pins if p.place in places and not any(map(p.matches, known))]

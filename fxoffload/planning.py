@@ -23,7 +23,7 @@ from .graph import Bounds, Role, border_of, copy_graph, info, output_of
 from .liveness import base_nodes, liveness
 from .machine import Machine
 from .optimizer_states import States
-from .pins import PARAMETER_PLACES, VALUE_PLACES, Pin, check_pins, pinned_names
+from .pins import PARAMETER_PLACES, VALUE_PLACES, Pin, idle_pins, pinned_names
 from .pipeline import Context, Pipeline, get_pass, pipeline_names
 from .planner import USER_SCALAR_BYTES, Parameter, Problem, Solution, outside_bytes, place_parameters, solve
 from .places import named_constants, named_weights
@@ -73,7 +73,8 @@ class Planning:
     disk_file_bytes: int = 0
 
     def __post_init__(self) -> None:
-        check_pins(self.pins, (name for name, _ in self.model.named_parameters()))
+        for one in idle_pins(self.pins, (name for name, _ in self.model.named_parameters()), PARAMETER_PLACES):
+            raise ValueError(f"pin {one.pattern!r} matches no parameter")
         self._check_device_pins()
         self.homes = self._homes()
         if self.plan is not None:
@@ -168,6 +169,9 @@ class Planning:
     # Making plans -----------------------------------------------------------------------------------------------------
 
     def _extend(self, graph: fx.Graph, context: Context, fingerprint: str) -> None:
+        if self.plan is None:
+            for one in idle_pins(self.pins, value_names(graph, context.bounds), VALUE_PLACES):
+                raise PlanError(f"pin {one.pattern!r} to {one.place} matches no value of the sample's graph (dump_dir shows their names)")
         solution = self._solved(graph, pinned_values(self.pins, graph, context))
         label = self._label(graph)
         graph_plan = GraphPlan(label, solution.decisions, saved_of(solution.lowered), self._prediction(solution))
@@ -304,11 +308,14 @@ def pinned_values(pins: Sequence[Pin], graph: fx.Graph, context: Context) -> Con
     """The context with the caller's pins on values, by canonical name."""
     if not any(p.place in VALUE_PLACES for p in pins):
         return context
-    live = liveness(graph, context.bounds)
-    names = [info(node).name for storage, node in base_nodes(live).items() if not storage.is_input]
-    places = pinned_names(pins, names, VALUE_PLACES)
+    places = pinned_names(pins, value_names(graph, context.bounds), VALUE_PLACES)
     chosen = {place: frozenset(n for n, p in places.items() if p == place) for place in VALUE_PLACES}
     return replace(context, kept_values=chosen["keep"], swapped_values=chosen["swap"], recomputed_values=chosen["checkpoint"])
+
+
+def value_names(graph: fx.Graph, bounds: Bounds) -> list[str]:
+    """Canonical names of what the graph makes, one per Storage."""
+    return [info(node).name for storage, node in base_nodes(liveness(graph, bounds)).items() if not storage.is_input]
 
 
 def bounds_of(graph: fx.Graph, maxima: Mapping[str, tuple[int, ...]]) -> Bounds:

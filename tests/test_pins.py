@@ -95,6 +95,13 @@ def test_pins_that_disagree_are_refused_with_both_and_the_model_stays_as_it_was(
     assert type(model[0]) is nn.Linear
 
 
+def test_a_pin_that_matches_nothing_is_refused() -> None:
+    with pytest.raises(fxoffload.PlanError, match="'1/tanh#7' to keep matches no value"):
+        compiled(pin("1/tanh#7", "keep"))
+    with pytest.raises(ValueError, match="'0.wait' matches no parameter"):
+        compiled(pin("0.wait", "device"))
+
+
 def test_a_named_host_tier_goes_before_any_host_tier(tmp_path: Path) -> None:
     for pins in ((pin("*", "host"), pin("0.weight", "disk")), (pin("0.weight", "disk"), pin("*", "host"))):
         plan = plan_of(*pins, disk_budget="1MiB", disk_dir=tmp_path)
