@@ -52,8 +52,8 @@ def compile(
     `batch` is one sample (mapping, tuple or tensor); its sizes, or `max_shape` ({"batch": n, "sequence": n}), are the largest the
     plan is made for. `device_budget` is bytes, text like "24GiB", or "auto" (what is free now, less what libraries keep); `host_budget`
     None is what the machine has free less a sixteenth of its memory. `optimizer` is transformers' name of one, a class, an instance
-    or None: its states are planned. `model.fxoffload` then has the plan, the lowered graphs, the report and `close()`. Raises ValueError for a bad argument and PlanError when a budget cannot be met,
-    before anything runs; the model is then as it was.
+    or None: its states are planned. `model.fxoffload` then has the plan, the lowered graphs, the report and `close()`. Raises
+    ValueError for a bad argument and PlanError when a budget cannot be met, before anything runs; the model is then as it was.
     """
     target = with_index(device)
     _check_choices(outputs=outputs, numerics=numerics, executor=executor)

@@ -91,12 +91,12 @@ _KNOWN: Sequence[tuple[States, str]] = (
     (Own(1), "sgd adagrad asgd lion muon schedule_free_sgd SGDScheduleFree"),
     (Own(2), "adam adamw adamw_torch adamw_torch_fused adamw_torch_xla adamw_torch_npu_fused adamw_hf adamax nadam radam sparse_adam "
              "adadelta rprop schedule_free_adamw schedule_free_radam AdamWScheduleFree RAdamScheduleFree"),
-    (Own(3), "rmsprop grokadamw stable_adamw galore_adamw galore_adamw_8bit galore_adamw_layerwise galore_adamw_8bit_layerwise "
-             "galore_adafactor galore_adafactor_layerwise apollo_adamw apollo_adamw_layerwise"),
+    (Own(3), "rmsprop grokadamw stable_adamw galore_adamw galore_adamw_layerwise galore_adafactor "
+             "galore_adafactor_layerwise apollo_adamw apollo_adamw_layerwise"),
     (Own(202), "lbfgs"),  # its default history of 100 steps and of 100 changes of the gradient, the last direction and gradient
     (Factored(), "adafactor adalomo"),
     (Fp32(1), "lion_32bit paged_lion_32bit rmsprop_bnb rmsprop_bnb_32bit"),
-    (Fp32(2), "paged_adamw_32bit adamw_anyprecision AnyPrecisionAdamW"),
+    (Fp32(2), "paged_adamw_32bit adamw_anyprecision AnyPrecisionAdamW galore_adamw_8bit galore_adamw_8bit_layerwise"),
     (Fp32(3), "ademamix paged_ademamix_32bit"),
     (Blockwise8(1), "lion_8bit paged_lion_8bit rmsprop_bnb_8bit"),
     (Blockwise8(2), "adamw_8bit adamw_bnb_8bit paged_adamw_8bit"),

@@ -332,8 +332,7 @@ def _refusal(problem: Problem, nearest: _Candidate) -> PlanError:
     found, live = nearest.found, nearest.schedule.live
     budget = problem.context.device_budget_bytes or 0
     short = problem.footprint.needed_bytes((problem.live_budget_bytes or 0) + found.shortfall_bytes) - budget
-    fixed = nearest.outside_bytes + sum(s.n_bytes for s in nearest.schedule.fixed)
-    fixed += sum(problem.parameters[fqn].n_bytes for fqn in nearest.resident)
+    fixed = nearest.outside_bytes + nearest.schedule.fixed_bytes(nearest.resident)
     largest = sorted(found.live_at_worst, key=lambda s: (-s.n_bytes, s.name))[:10]
     listing = "; ".join(f"{s.name} {format_bytes(s.n_bytes)}" for s in largest)
     return PlanError(

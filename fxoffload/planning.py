@@ -89,7 +89,8 @@ class Planning:
             if places.get(name) != "device":
                 continue
             if not self.may_reside:
-                raise PlanError(f"{name} is pinned to the device, and {self.device.type} cannot hold a parameter that stays the same object")
+                raise PlanError(
+                    f"{name} is pinned to the device, and {self.device.type} cannot hold a parameter that stays the same object")
             if weight.requires_grad and self.states is None:
                 raise PlanError(f"{name} is trained and pinned to the device, where optimizer=None plans no states for it")
 

@@ -196,7 +196,7 @@ class Spiller:
             self._evict(storage, event.index, self.position - 1)
         if over > self.result.shortfall_bytes:
             self.result.shortfall_bytes, self.result.worst = over, event.index
-            self.result.live_at_worst = tuple(self.there) + event.makes
+            self.result.live_at_worst = tuple(dict.fromkeys((*self.there, *(s for s in event.reads if s in reads), *event.makes)))
 
     def _pinned(self, storage: Storage, index: int) -> bool:
         return storage in self.kept or (storage in self.returned and index > self.border)

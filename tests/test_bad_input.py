@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from torch import nn
 from zoo import llama, tokens
 
 import fxoffload
+from fxoffload.sizes import parse_bytes
 
 pytestmark = pytest.mark.integration
 
@@ -93,6 +95,19 @@ def test_an_impossible_budget_names_the_shortfall_and_leaves_the_model_as_it_was
     with pytest.raises(fxoffload.PlanError, match="host_budget"):
         fxoffload.compile(model, BATCH, device="cpu", device_budget="1MiB", host_budget=64)
     assert type(model[0]) is nn.Linear and not hasattr(model, "fxoffload")
+
+
+@pytest.mark.parametrize(("pins", "budget"), [((), "300KiB"), ((), 1), ((fxoffload.pin("0.weight", "device"),), "300KiB")], ids=str)
+def test_a_refusal_names_the_values_that_are_there_largest_first_and_they_are_what_is_needed(pins: Any, budget: Any) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.Tanh())])
+    with pytest.raises(fxoffload.PlanError, match="would do. Fixed on the device: ") as refused:
+        fxoffload.compile(model, torch.zeros(256, 64), device="cpu", device_budget=budget, pins=pins)
+    said = str(refused.value)
+    needed, fixed, listed = re.search(r"(\d+) bytes would do. Fixed on the device: (.*?)\. Largest live values there: (.*?)\. A", said).groups()
+    sizes = [parse_bytes(value.split(" ", 1)[1].replace(" ", ""), "value") for value in listed.split("; ")]
+    assert sizes == sorted(sizes, reverse=True) and sizes[0] == 256 * 64 * 4
+    assert sum(sizes) + parse_bytes(fixed.replace(" ", ""), "fixed") == pytest.approx(int(needed), abs=10)  # rounded to 0.01 KiB
 
 
 def test_a_model_error_on_the_sample_is_reported_and_leaves_the_model_as_it_was() -> None:

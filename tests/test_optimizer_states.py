@@ -38,8 +38,8 @@ def stepped(kind: Any, parameter: nn.Parameter, **options: Any) -> torch.optim.O
 
 
 TORCH: list[tuple[Any, dict[str, Any]]] = [
-    (torch.optim.AdamW, {}), (torch.optim.AdamW, {"amsgrad": True}), (torch.optim.Adam, {}), (torch.optim.NAdam, {}), (torch.optim.RAdam, {}),
-    (torch.optim.Adamax, {}), (torch.optim.SGD, {}), (torch.optim.SGD, {"momentum": 0.9}), (torch.optim.Adagrad, {}),
+    (torch.optim.AdamW, {}), (torch.optim.AdamW, {"amsgrad": True}), (torch.optim.Adam, {}), (torch.optim.NAdam, {}),
+    (torch.optim.RAdam, {}), (torch.optim.Adamax, {}), (torch.optim.SGD, {}), (torch.optim.SGD, {"momentum": 0.9}), (torch.optim.Adagrad, {}),
     (torch.optim.RMSprop, {}), (torch.optim.RMSprop, {"momentum": 0.9, "centered": True}), (torch.optim.Adadelta, {}),
     (torch.optim.ASGD, {}), (torch.optim.Rprop, {}), (transformers.Adafactor, {"relative_step": False}),
     (transformers.Adafactor, {"relative_step": False, "beta1": 0.9}),
@@ -82,7 +82,8 @@ def test_every_name_of_hugging_face_is_known_in_any_case(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "bytes_per_element"), [
     ("adamw_torch_fused", 4), ("adamw_bnb_8bit", 2 + 8 / 256), ("paged_adamw_8bit", 2 + 8 / 256), ("paged_adamw_32bit", 8),
-    ("lion_8bit", 1 + 4 / 256), ("sgd", 2), ("ademamix_8bit", 3 + 12 / 256), ("adafactor", 4 / 1024 + 4 / 512), ("adamw_torch_4bit", 1 + 8 / 128 + 128 / 2**19),
+    ("lion_8bit", 1 + 4 / 256), ("sgd", 2), ("ademamix_8bit", 3 + 12 / 256), ("adafactor", 4 / 1024 + 4 / 512),
+    ("adamw_torch_4bit", 1 + 8 / 128 + 128 / 2**19),
 ])
 def test_names_stand_for_bytes_of_a_bf16_matrix(name: str, bytes_per_element: float) -> None:
     assert optimizer_states(name).bytes_of((512, 1024), 2) == bytes_per_element * 512 * 1024  # type: ignore[union-attr]
