@@ -200,13 +200,15 @@ class _Step:
         for node in graph.find_nodes(op="placeholder"):
             entry = info(node)
             if entry.role is Role.PARAMETER and entry.fqn is not None:
-                found[entry.fqn] = self._parameter(entry.fqn, node.meta["val"], entry.trainable, bounds)
+                found[entry.fqn] = self._parameter(entry.fqn, node, entry.trainable, bounds)
         return found
 
-    def _parameter(self, fqn: str, value: torch.Tensor, trainable: bool, bounds: Bounds) -> Parameter:
-        n_bytes, states = bounds.bytes_of(value), self.options.states
-        shape = [bounds.of(size) for size in value.shape]
-        state_bytes = states.bytes_of(shape, value.element_size()) if trainable and states is not None else 0
+    def _parameter(self, fqn: str, node: fx.Node, trainable: bool, bounds: Bounds) -> Parameter:
+        value, states, state_bytes = node.meta["val"], self.options.states, 0
+        n_bytes = bounds.bytes_of(value)
+        if trainable and states is not None:
+            is_embedding = any(user.target is torch.ops.aten.embedding.default for user in node.users)
+            state_bytes = states.bytes_of([bounds.of(size) for size in value.shape], value.element_size(), is_embedding)
         return Parameter(fqn, n_bytes, trainable, Tier.PAGEABLE, n_bytes * (trainable and self.options.accumulate), state_bytes)
 
     def _fixed_bytes(self) -> int:

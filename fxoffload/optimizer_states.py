@@ -17,8 +17,8 @@ log = logging.getLogger("fxoffload")
 class States(Protocol):
     """Bytes of optimizer state."""
 
-    def bytes_of(self, shape: Sequence[int], item_bytes: int) -> int:
-        """Bytes kept for a parameter of that shape and so many bytes per element."""
+    def bytes_of(self, shape: Sequence[int], item_bytes: int, embedding: bool = False) -> int:
+        """Bytes kept for a parameter of that shape and so many bytes per element. `embedding`: it is an embedding's weight."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Own:
 
     count: int
 
-    def bytes_of(self, shape: Sequence[int], item_bytes: int) -> int:
+    def bytes_of(self, shape: Sequence[int], item_bytes: int, embedding: bool = False) -> int:
         return self.count * math.prod(shape) * item_bytes
 
 
@@ -37,7 +37,7 @@ class Fp32:
 
     count: int
 
-    def bytes_of(self, shape: Sequence[int], item_bytes: int) -> int:
+    def bytes_of(self, shape: Sequence[int], item_bytes: int, embedding: bool = False) -> int:
         return self.count * math.prod(shape) * 4
 
 
@@ -47,7 +47,7 @@ class Factored:
 
     momentum: bool = False
 
-    def bytes_of(self, shape: Sequence[int], item_bytes: int) -> int:
+    def bytes_of(self, shape: Sequence[int], item_bytes: int, embedding: bool = False) -> int:
         n = math.prod(shape)
         sums = n if len(shape) < 2 else n // max(shape[-1], 1) + n // max(shape[-2], 1)
         return 4 * (sums + n * self.momentum)
@@ -59,14 +59,17 @@ _CODED_FROM = 4096
 
 @dataclass(frozen=True, slots=True)
 class Blockwise8:
-    """bitsandbytes: so many tensors of one byte per element, each with one fp32 scale per block of 256; small parameters in fp32."""
+    """bitsandbytes: so many tensors of one byte per element, each with one fp32 scale per block of 256; in fp32 for small parameters
+    and, where told so (as transformers' Trainer does), for embeddings."""
 
     count: int
     coded_from: int = _CODED_FROM
+    embeddings_in_fp32: bool = False
 
-    def bytes_of(self, shape: Sequence[int], item_bytes: int) -> int:
+    def bytes_of(self, shape: Sequence[int], item_bytes: int, embedding: bool = False) -> int:
         n = math.prod(shape)
-        return self.count * (4 * n if n < self.coded_from else n + 4 * -(-n // 256))
+        in_fp32 = n < self.coded_from or (embedding and self.embeddings_in_fp32)
+        return self.count * (4 * n if in_fp32 else n + 4 * -(-n // 256))
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +80,7 @@ class Coded:
     bits: int
     block: int
 
-    def bytes_of(self, shape: Sequence[int], item_bytes: int) -> int:
+    def bytes_of(self, shape: Sequence[int], item_bytes: int, embedding: bool = False) -> int:
         n = math.prod(shape)
         if n < _CODED_FROM or n % self.block:
             return 2 * n * item_bytes
@@ -98,9 +101,9 @@ _KNOWN: Sequence[tuple[States, str]] = (
     (Fp32(1), "lion_32bit paged_lion_32bit rmsprop_bnb rmsprop_bnb_32bit"),
     (Fp32(2), "paged_adamw_32bit adamw_anyprecision AnyPrecisionAdamW galore_adamw_8bit galore_adamw_8bit_layerwise"),
     (Fp32(3), "ademamix paged_ademamix_32bit"),
-    (Blockwise8(1), "lion_8bit paged_lion_8bit rmsprop_bnb_8bit"),
-    (Blockwise8(2), "adamw_8bit adamw_bnb_8bit paged_adamw_8bit"),
-    (Blockwise8(3), "ademamix_8bit paged_ademamix_8bit"),
+    (Blockwise8(1, embeddings_in_fp32=True), "lion_8bit paged_lion_8bit rmsprop_bnb_8bit"),
+    (Blockwise8(2, embeddings_in_fp32=True), "adamw_8bit adamw_bnb_8bit paged_adamw_8bit"),
+    (Blockwise8(3, embeddings_in_fp32=True), "ademamix_8bit paged_ademamix_8bit"),
     (Coded(4, 128), "adamw_torch_4bit"),
     (Coded(8, 256), "adamw_torch_8bit"),
 )
@@ -161,7 +164,10 @@ def _bitsandbytes(word: str, instance: Any) -> States | None:
         return None
     if instance is None:
         return Blockwise8(count) if word.endswith("8bit") else Fp32(count)
-    return Blockwise8(count, instance.args.min_8bit_size) if instance.args.optim_bits == 8 else Fp32(count)
+    if instance.args.optim_bits == 32:
+        return Fp32(count)
+    # A list for all optimizers of the process, which each looks through at its first step.
+    return Blockwise8(count, instance.args.min_8bit_size, embeddings_in_fp32=bool(instance.mng.module_weight_config_triple))
 
 
 def _word(name: str) -> str:

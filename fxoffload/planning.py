@@ -196,17 +196,18 @@ class Planning:
 
     def parameters(self) -> dict[str, Parameter]:
         """Every parameter with its bytes and the tier it has off the device."""
+        embeddings = {id(p) for m in self.model.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
         return {
             name: Parameter(
                 name, p.untyped_storage().nbytes() or p.nbytes, p.requires_grad, self.homes.get(name, self._host_tier()),
-                p.nbytes * p.requires_grad, self._state_bytes(p))
+                p.nbytes * p.requires_grad, self._state_bytes(p, id(p) in embeddings))
             for name, p in named_weights(self.model)
         }
 
-    def _state_bytes(self, parameter: torch.Tensor) -> int:
+    def _state_bytes(self, parameter: torch.Tensor, is_embedding: bool) -> int:
         if self.states is None or not parameter.requires_grad:
             return 0
-        return self.states.bytes_of(parameter.shape, parameter.element_size())
+        return self.states.bytes_of(parameter.shape, parameter.element_size(), is_embedding)
 
     def _homes(self) -> dict[str, Tier]:
         """The host tier of every parameter before any budget is looked at: the pinned one, else the machine's."""

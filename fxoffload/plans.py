@@ -75,7 +75,8 @@ _KINDS: dict[str, type] = {k.__name__.lower(): k for k in (Reside, Gather, SwapO
 class Prediction:
     """What the simulator says of one Plan; unknown is None.
 
-    `device_peak_bytes`, `host_peak_bytes`, `disk_bytes`: highest sums of live bytes per tier over a whole step.
+    `device_peak_bytes`, `host_peak_bytes`, `disk_bytes`: highest sums of live bytes per tier over a whole step, the optimizer's states
+    and the gradients that a caller who accumulates keeps meanwhile included.
     `step_s`: seconds of one step on the Machine. `moved_bytes`: bytes per channel and step.
     """
 

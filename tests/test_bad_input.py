@@ -104,7 +104,9 @@ def test_a_refusal_names_the_values_that_are_there_largest_first_and_they_are_wh
     with pytest.raises(fxoffload.PlanError, match="would do. Fixed on the device: ") as refused:
         fxoffload.compile(model, torch.zeros(256, 64), device="cpu", device_budget=budget, pins=pins)
     said = str(refused.value)
-    needed, fixed, listed = re.search(r"(\d+) bytes would do. Fixed on the device: (.*?)\. Largest live values there: (.*?)\. A", said).groups()
+    found = re.search(r"(\d+) bytes would do. Fixed on the device: (.*?)\. Largest live values there: (.*?)\. A", said)
+    assert found is not None
+    needed, fixed, listed = found.groups()
     sizes = [parse_bytes(value.split(" ", 1)[1].replace(" ", ""), "value") for value in listed.split("; ")]
     assert sizes == sorted(sizes, reverse=True) and sizes[0] == 256 * 64 * 4
     assert sum(sizes) + parse_bytes(fixed.replace(" ", ""), "fixed") == pytest.approx(int(needed), abs=10)  # rounded to 0.01 KiB

@@ -39,8 +39,8 @@ def stepped(kind: Any, parameter: nn.Parameter, **options: Any) -> torch.optim.O
 
 TORCH: list[tuple[Any, dict[str, Any]]] = [
     (torch.optim.AdamW, {}), (torch.optim.AdamW, {"amsgrad": True}), (torch.optim.Adam, {}), (torch.optim.NAdam, {}),
-    (torch.optim.RAdam, {}), (torch.optim.Adamax, {}), (torch.optim.SGD, {}), (torch.optim.SGD, {"momentum": 0.9}), (torch.optim.Adagrad, {}),
-    (torch.optim.RMSprop, {}), (torch.optim.RMSprop, {"momentum": 0.9, "centered": True}), (torch.optim.Adadelta, {}),
+    (torch.optim.RAdam, {}), (torch.optim.Adamax, {}), (torch.optim.SGD, {}), (torch.optim.SGD, {"momentum": 0.9}),
+    (torch.optim.Adagrad, {}), (torch.optim.RMSprop, {}), (torch.optim.RMSprop, {"momentum": 0.9, "centered": True}), (torch.optim.Adadelta, {}),
     (torch.optim.ASGD, {}), (torch.optim.Rprop, {}), (transformers.Adafactor, {"relative_step": False}),
     (transformers.Adafactor, {"relative_step": False, "beta1": 0.9}),
 ]
@@ -73,6 +73,29 @@ def test_bitsandbytes_states_are_as_large_as_it_makes_them(name: str, dtype: tor
             warnings.filterwarnings("ignore", message="Paged optimizers")
             optimizer.init_state(optimizer.param_groups[0], parameter, 0, 0)
         assert predicted(optimizer, parameter) == predicted(kind, parameter) == kept(optimizer, parameter), shape
+
+
+def test_the_trainers_8_bit_optimizers_keep_embeddings_in_fp32() -> None:
+    import bitsandbytes
+
+    embedding = nn.Embedding(512, 64).to(torch.bfloat16)
+    manager = bitsandbytes.optim.GlobalOptimManager.get_instance()
+    optimizer = bitsandbytes.optim.AdamW8bit([embedding.weight], lr=1e-3)
+    manager.register_module_override(embedding, "weight", {"optim_bits": 32})
+    try:
+        optimizer.check_overrides()
+        optimizer.init_state(optimizer.param_groups[0], embedding.weight, 0, 0)
+        for told in (optimizer, "adamw_bnb_8bit"):
+            states = optimizer_states(told)
+            assert states is not None and states.bytes_of((512, 64), 2, embedding=True) == kept(optimizer, embedding.weight)
+    finally:
+        manager.module_weight_config_triple.clear()
+        manager.initialize()
+    plans = [
+        fxoffload.plan(nn.Sequential(embedding), torch.zeros(2, 4, dtype=torch.int64), device_budget="1MiB", machine="cpu", optimizer=name)
+        for name in (bitsandbytes.optim.AdamW8bit, "adamw_bnb_8bit")
+    ]
+    assert plans[1].predicted.host_peak_bytes - plans[0].predicted.host_peak_bytes == 2 * 512 * (4 * 64 - 64 - 64 * 4 // 256)
 
 
 @pytest.mark.parametrize("name", [o.value for o in OptimizerNames])
