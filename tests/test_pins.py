@@ -137,6 +137,18 @@ def test_a_tied_weight_is_gathered_at_most_once_per_half(budget: str, forward: i
     assert_same(plain, model)
 
 
+def test_nothing_but_gradients_and_activations_goes_to_the_host() -> None:
+    model: Any = layers()
+    model[:6].requires_grad_(False)
+    fxoffload.compile(model, X, device="cpu", device_budget="400KiB", pins=[pin("*", "host"), pin("5/tanh#0", "swap")])
+    (graph,) = model.fxoffload.graphs.values()
+    names = [info(n).name for n in graph.find_nodes(op="call_function", target=ops.swap_out)]
+    assert sorted(names) == ["5/tanh#0^0/out", "6.bias.grad/out", "6.weight.grad/out"]
+    model(X).square().mean().backward()
+    assert model.fxoffload.transferred["d2h"] == model[6].weight.nbytes + model[6].bias.nbytes + X.nbytes
+    model.fxoffload.close()
+
+
 def test_a_compile_is_one_log_line_with_the_plans_id_what_is_inserted_and_what_is_predicted(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "fxoffload"):
         plan = plan_of(pin("5/tanh#0", "checkpoint"))
