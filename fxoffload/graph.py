@@ -12,7 +12,7 @@ import hashlib
 import operator
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
@@ -218,9 +218,9 @@ def is_symbol(node: fx.Node) -> bool:
 _NUMBERS = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
-def operands(node: fx.Node) -> Iterator[fx.Node]:
+def operands(node: fx.Node) -> list[fx.Node]:
     """The nodes `node` reads, each once, in argument order."""
-    yield from dict.fromkeys(node.all_input_nodes)
+    return node.all_input_nodes
 
 
 def tensors_in(value: object) -> list[torch.Tensor]:

@@ -26,7 +26,7 @@ from .liveness import LiveCurve, no_workspace
 from .machine import Machine
 from .plans import Decision, GraphPlan, Prediction
 from .sizes import format_bytes
-from .verify import holds, verify
+from .verify import Checked, verify
 
 ENTRY_POINTS = "fxoffload.passes"
 Option = bool | int | float | str
@@ -120,11 +120,11 @@ class Pipeline:
         ctx = ctx or Context(text.hint_bounds(graph))
         dump = _Dump(Path(dump_dir), ctx.bounds) if dump_dir is not None else None
         started = time.perf_counter()
-        curve = verify(graph, ctx.bounds, workspace=ctx.workspace)
-        held = self._held_by(graph, ctx)
+        checked = Checked.of(graph, ctx.bounds, ctx.device_budget_bytes, ctx.workspace)
+        held = frozenset(fact for fact in sorted(self._needed()) if checked.holds(fact))
         self.check(held)
         if dump is not None:
-            dump.graph("input", graph, curve, time.perf_counter() - started)
+            dump.graph("input", graph, checked.curve, time.perf_counter() - started)
         for i, step in enumerate(self.passes):
             held = (held - step.breaks) | step.provides
             with _repro(dump, graph, Pipeline(self.passes[i:])):
@@ -139,14 +139,14 @@ class Pipeline:
                     dump.graph(step.name, graph, curve, time.perf_counter() - started)
         return graph
 
-    def _held_by(self, graph: fx.Graph, ctx: Context) -> frozenset[str]:
-        """The facts that the passes need from the input graph and that are true of it."""
+    def _needed(self) -> set[str]:
+        """The facts that the passes need from the input graph."""
         needed: set[str] = set()
         seen: frozenset[str] = frozenset()
         for step in self.passes:
             needed |= step.requires - seen
             seen |= step.breaks | step.provides
-        return frozenset(fact for fact in sorted(needed) if holds(graph, ctx.bounds, fact, ctx.device_budget_bytes))
+        return needed
 
 
 def _extended(plan: GraphPlan | None, decisions: tuple[Decision, ...]) -> GraphPlan:
