@@ -132,11 +132,11 @@ class Spiller:
                  kept: frozenset[Storage] = frozenset(), swapped: frozenset[Storage] = frozenset()) -> None:
         self.live, self.events, self.capacity = live, events, capacity_bytes
         self.fixed, self.kept, self.swapped = fixed, kept, swapped
+        self.reads = [tuple(s for s in event.reads if s not in fixed) for event in events]
         self.uses: dict[Storage, list[int]] = {}
-        for event in events:
-            for storage in event.reads:
-                if storage not in fixed:
-                    self.uses.setdefault(storage, []).append(event.index)
+        for event, reads in zip(events, self.reads):
+            for storage in reads:
+                self.uses.setdefault(storage, []).append(event.index)
         forward, gradients = output_of(graph).args[0]  # type: ignore[misc]
         returned = [v for v in (*forward, *gradients) if isinstance(v, fx.Node)]
         # Tangents are the caller's: like what is returned, they stay to the end.
@@ -146,6 +146,8 @@ class Spiller:
         self.before_border = max((i for i, event in enumerate(events) if event.index < self.border), default=0)
         self.there: dict[Storage, int] = {}
         self.touched: dict[Storage, int] = {}
+        # The next use of what is there, as of the last event that read or made it: between two uses it does not change.
+        self.upcoming: dict[Storage, int] = {}
         self.position = 0
         self.on_host: set[Storage] = set()
         self.used_bytes = 0
@@ -163,10 +165,10 @@ class Spiller:
         return self.result
 
     def _step(self, event: Event) -> None:
-        reads = [s for s in event.reads if s not in self.fixed]
+        reads = self.reads[self.position]
         missing = [s for s in reads if s not in self.there]
-        incoming = sum(s.n_bytes for s in missing) + sum(s.n_bytes for s in event.makes) + event.workspace_bytes
-        self._make_room(incoming, event, set(reads))
+        incoming = sum([s.n_bytes for s in missing]) + sum([s.n_bytes for s in event.makes]) + event.workspace_bytes
+        self._make_room(incoming, event, reads)
         for storage in missing:
             self.result.loads.append(Load(storage, event.index, event.index))
             self._enter(storage)
@@ -178,12 +180,13 @@ class Spiller:
         if live_bytes > self.result.peak_bytes:
             self.result.peak_bytes, self.result.peak_index = live_bytes, event.index
         for storage in (*reads, *event.makes):
-            if self._next_use(storage, event.index) == NEVER and storage not in self.returned:
+            next_use = self.upcoming[storage] = self._next_use(storage, event.index)
+            if next_use == NEVER and storage not in self.returned:
                 self._leave(storage)
-            elif storage in self.swapped and storage in self.there and event.index < self.border < self._next_use(storage, event.index):
+            elif storage in self.swapped and storage in self.there and event.index < self.border < next_use:
                 self._evict(storage, event.index + 1, self.position)
 
-    def _make_room(self, incoming: int, event: Event, reads: set[Storage]) -> None:
+    def _make_room(self, incoming: int, event: Event, reads: tuple[Storage, ...]) -> None:
         over = self.used_bytes + incoming - self.capacity
         if over <= 0:
             return
@@ -203,15 +206,16 @@ class Spiller:
 
     def _score(self, storage: Storage, index: int, over: int) -> float:
         """Higher goes first: far next use, cheap way out and back; crumbs only when nothing larger is left."""
-        distance = min(self._next_use(storage, index) - index, 1 << 30)
+        distance = min(self.upcoming[storage] - index, 1 << 30)
         clean = storage.is_input or storage in self.on_host
         crumb = storage.n_bytes * 32 < over
         return distance * (1.0 if clean else 0.5) * (1e-3 if crumb else 1.0)
 
     def _next_use(self, storage: Storage, index: int) -> int:
-        uses = self.uses.get(storage, [])
-        position = bisect_right(uses, index)
-        return uses[position] if position < len(uses) else NEVER
+        uses = self.uses.get(storage)
+        if uses is None or uses[-1] <= index:
+            return NEVER
+        return uses[bisect_right(uses, index)]
 
     def _last_touch(self, storage: Storage, index: int) -> int:
         uses = self.uses.get(storage, [])
