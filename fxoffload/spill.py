@@ -12,6 +12,7 @@ import operator
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from heapq import heapify, heappop
 
 import torch.fx as fx
 
@@ -21,6 +22,8 @@ from .graph import Bounds, output_of
 from .liveness import Liveness, Storage, is_view, liveness, no_workspace
 
 NEVER = 1 << 60
+# Distances beyond this are one: a value that is never used again still has a score.
+_FAR = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,26 +193,32 @@ class Spiller:
         over = self.used_bytes + incoming - self.capacity
         if over <= 0:
             return
-        candidates = [s for s in self.there if s not in reads and not self._pinned(s, event.index)]
-        candidates.sort(key=lambda s: (-self._score(s, event.index, over), s.name))
-        for storage in candidates:
-            if over <= 0:
-                break
+        candidates = self._candidates(event.index, reads)
+        queue = self._queue(candidates, event.index, over)
+        while queue and over > 0:
+            storage = candidates[heappop(queue)[-1]]
             over -= storage.n_bytes
             self._evict(storage, event.index, self.position - 1)
         if over > self.result.shortfall_bytes:
             self.result.shortfall_bytes, self.result.worst = over, event.index
             self.result.live_at_worst = tuple(self.there) + event.makes
 
-    def _pinned(self, storage: Storage, index: int) -> bool:
-        return storage in self.kept or (storage in self.returned and index > self.border)
+    def _candidates(self, index: int, reads: tuple[Storage, ...]) -> list[Storage]:
+        """What is there and may go: not what the event reads, what is kept, or in backward what the graph returns."""
+        in_backward = index > self.border
+        return [s for s in self.there if s not in reads and s not in self.kept and not (in_backward and s in self.returned)]
 
-    def _score(self, storage: Storage, index: int, over: int) -> float:
-        """Higher goes first: far next use, cheap way out and back; crumbs only when nothing larger is left."""
-        distance = min(self.upcoming[storage] - index, 1 << 30)
-        clean = storage.is_input or storage in self.on_host
-        crumb = storage.n_bytes * 32 < over
-        return distance * (1.0 if clean else 0.5) * (1e-3 if crumb else 1.0)
+    def _queue(self, candidates: list[Storage], index: int, over: int) -> list[tuple[float, str, int]]:
+        """A heap of (urgency, name, position). First goes what is used furthest ahead and has a cheap way out and back; crumbs only
+        when nothing larger is left."""
+        upcoming, on_host = self.upcoming, self.on_host
+        queue = [
+            (-min(upcoming[s] - index, _FAR) * (1.0 if s.is_input or s in on_host else 0.5) * (1e-3 if s.n_bytes * 32 < over else 1.0),
+             s.name, position)
+            for position, s in enumerate(candidates)
+        ]
+        heapify(queue)
+        return queue
 
     def _next_use(self, storage: Storage, index: int) -> int:
         uses = self.uses.get(storage)

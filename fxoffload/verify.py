@@ -20,7 +20,7 @@ from . import ops, text
 from .effects import Alloc, Await, Borrow, Effect, Free, Read, Tier
 from .errors import VerifyError
 from .graph import Bounds, name_of, operands
-from .liveness import LiveCurve, Liveness, Storage, base_nodes, is_view, live_curve, liveness, no_workspace
+from .liveness import LiveCurve, Liveness, Storage, base_nodes, live_curve, liveness, no_workspace, returns_its_input
 from .sizes import format_bytes
 
 
@@ -249,9 +249,12 @@ _SIZE_QUESTIONS = frozenset({
 
 
 def _needs_no_bytes(node: fx.Node) -> bool:
-    if node.target is operator.getitem or node.target in _SIZE_QUESTIONS:
-        return True
-    return is_view(node) and not _written(node)
+    return node.op == "call_function" and _only_looks(node.target)
+
+
+@functools.lru_cache(maxsize=None)
+def _only_looks(target: object) -> bool:
+    return target is operator.getitem or target in _SIZE_QUESTIONS or (returns_its_input(target) and not writes(target))
 
 
 def _starts_transfer(node: fx.Node) -> bool:
