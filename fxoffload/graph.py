@@ -6,18 +6,18 @@ fxoffload have none; then the node's own name and its position speak.
 
 from __future__ import annotations
 
-import copy
 import functools
 import hashlib
 import operator
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
 import torch
 import torch.fx as fx
+from torch.fx.node import map_arg
 
 from . import ops
 from .effects import Tier
@@ -147,11 +147,15 @@ def by_name(graph: fx.Graph) -> dict[str, fx.Node]:
 def copy_graph(graph: fx.Graph) -> fx.Graph:
     """A copy that shares fake values but no node."""
     result = fx.Graph()
-    values: dict[fx.Node, fx.Node] = {}
-    output = result.graph_copy(graph, values, return_output_node=True)
-    if output is not None:
-        new = result.output(output[0])
-        new.meta = copy.copy(output[1].meta)
+    made: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        made[node] = new = result.create_node(node.op, node.target, name=node.name, type_expr=node.type)
+        # Set afterwards: create_node looks for symbols in all arguments it is given, which takes longer than the rest of it.
+        if node.args:
+            new.args = map_arg(node.args, made.__getitem__)
+        if node.kwargs:
+            new.kwargs = map_arg(node.kwargs, made.__getitem__)
+        new.meta.update(node.meta)
     return result
 
 
@@ -220,9 +224,9 @@ def is_symbol(node: fx.Node) -> bool:
 _NUMBERS = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
-def operands(node: fx.Node) -> Iterator[fx.Node]:
+def operands(node: fx.Node) -> list[fx.Node]:
     """The nodes `node` reads, each once, in argument order."""
-    yield from dict.fromkeys(node.all_input_nodes)
+    return node.all_input_nodes
 
 
 def tensors_in(value: object) -> list[torch.Tensor]:

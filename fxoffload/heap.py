@@ -4,25 +4,35 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 
 @contextlib.contextmanager
 def heap_at_rest() -> Iterator[None]:
-    """Collections look only at what is made from here on: a capture makes millions of objects that stay, and every full
-    collection would walk all of them. May be entered again inside. Where the caller has frozen the heap, nothing is done.
+    """Every full collection looks only at what was made since the last one: a capture makes millions of objects that stay, and to
+    walk all of them each time would take longer the more there are. May be entered again inside. Where the caller has frozen the
+    heap, nothing is done.
     """
     if gc.get_freeze_count() and not _entered:
         yield
         return
     _entered.append(True)
     gc.freeze()
+    if len(_entered) == 1:
+        gc.callbacks.append(_keep_survivors)
     try:
         yield
     finally:
         _entered.pop()
         if not _entered:
+            gc.callbacks.remove(_keep_survivors)
             gc.unfreeze()
+
+
+def _keep_survivors(phase: str, collection: Mapping[str, int]) -> None:
+    """What a full collection leaves is out of the next one's sight, until the heap is at work again."""
+    if phase == "stop" and collection["generation"] == 2:
+        gc.freeze()
 
 
 _entered: list[bool] = []

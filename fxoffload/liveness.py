@@ -85,14 +85,15 @@ _HIDDEN_VIEWS = frozenset({torch.ops.aten._unsafe_view.default, torch.ops.aten.r
 
 def is_view(node: fx.Node) -> bool:
     """True when the node's result shares its first tensor argument's Storage (by schema, not by fake value)."""
-    spec = ops.spec_of(node)
-    if spec is not None:
-        return spec.alias_of is not None
-    return node.op == "call_function" and _returns_its_input(node.target)
+    return node.op == "call_function" and returns_its_input(node.target)
 
 
 @functools.lru_cache(maxsize=None)
-def _returns_its_input(target: object) -> bool:
+def returns_its_input(target: object) -> bool:
+    """True when a call of `target` gives a view of its first tensor argument."""
+    spec = ops.SPECS.get(target)  # type: ignore[call-overload]
+    if spec is not None:
+        return spec.alias_of is not None
     schema = getattr(target, "_schema", None)
     return target in _HIDDEN_VIEWS or (schema is not None and any(r.alias_info is not None for r in schema.returns))
 
@@ -120,19 +121,20 @@ def liveness(graph: fx.Graph, bounds: Bounds | None = None) -> Liveness:
     uses: dict[Storage, list[int]] = {}
     borrowed: dict[Storage, tuple[Storage, ...]] = {}
     for i, node in enumerate(nodes):
-        used = [storage for operand in operands(node) for storage in of.get(operand, ())]
+        spec = ops.spec_of(node)
+        sources = [storage for operand in operands(node) for storage in of.get(operand, ())]
         # a Transfer reads its source until the wait: the wait is a use of the source too
-        used += [source for storage in _of_effect(node, Await, of) for source in borrowed.pop(storage, ())]
-        for storage in dict.fromkeys(used):
+        awaited = [source for storage in _of_effect(node, spec, Await, of) for source in borrowed.pop(storage, ())]
+        for storage in dict.fromkeys(sources + awaited):
             uses[storage].append(i)
         if node.op == "output":
             continue
-        of[node] = _storages(node, of, i > border_index, bounds)
-        for storage in of[node]:
+        of[node] = found = _storages(node, spec, of, sources, i > border_index, bounds)
+        for storage in found:
             if storage not in first:
                 first[storage] = i
                 uses[storage] = []
-                borrowed[storage] = _of_effect(node, Borrow, of)
+                borrowed[storage] = _of_effect(node, spec, Borrow, of)
     output = nodes[-1] if nodes and nodes[-1].op == "output" else None
     returned = {s for operand in operands(output) for s in of.get(operand, ())} if output is not None else set()
     escapes = frozenset(returned | {s for s in first if s.is_input})
@@ -152,36 +154,41 @@ def base_nodes(live: Liveness) -> dict[Storage, fx.Node]:
 
 
 def _of_effect(
-    node: fx.Node, effect_type: type[Effect], of: dict[fx.Node, tuple[Storage, ...]]
+    node: fx.Node, spec: ops.Spec | None, effect_type: type[Effect], of: dict[fx.Node, tuple[Storage, ...]]
 ) -> tuple[Storage, ...]:
     """Storages of the operands on which a memory op has such an effect."""
-    spec = ops.spec_of(node)
     if spec is None:
         return ()
     found = [spec.argument(node, effect.value) for effect in spec.effects if type(effect) is effect_type]
     return tuple(storage for operand in found for storage in of.get(operand, ()))  # type: ignore[call-overload]
 
 
-def _storages(node: fx.Node, of: dict[fx.Node, tuple[Storage, ...]], in_backward: bool, bounds: Bounds) -> tuple[Storage, ...]:
+def _storages(
+    node: fx.Node, spec: ops.Spec | None, of: dict[fx.Node, tuple[Storage, ...]], sources: list[Storage], in_backward: bool,
+    bounds: Bounds,
+) -> tuple[Storage, ...]:
+    """What the node's value aliases. `sources`: the Storages of its operands."""
     if node.op in ("placeholder", "get_attr"):
         return _input_storage(node, bounds)
     if node.target is operator.getitem:
-        source = of.get(view_source(node), ())
-        if is_view(view_source(node)):
-            return source
+        owner = view_source(node)
+        if is_view(owner):
+            return of.get(owner, ())
         if "val" in node.meta and node.meta["val"] is None:
             return ()
-        element = f"{name_of(view_source(node))}:{node.args[1]}"
+        element = f"{name_of(owner)}:{node.args[1]}"
         # a list inside a tuple has no Storage of its own name: then all of the tuple's stand for it
-        return tuple(s for s in source if s.name == element) or source
+        return tuple(s for s in sources if s.name == element) or tuple(sources)
     if is_view(node):
         return of.get(view_source(node), ())
     value = node.meta.get("val")
-    elements = {"": value} if isinstance(value, torch.Tensor) else _elements(value)
-    if not elements:
+    elements = _elements(value)
+    if not elements and not isinstance(value, torch.Tensor):
         return ()
-    tier, kind = _tier(node, of), _kind(node, of, in_backward)
+    tier, kind = _tier(node, spec, sources), _kind(node, spec, sources, in_backward)
     name = name_of(node)
+    if isinstance(value, torch.Tensor):
+        return (Storage(name, tensor_bytes(value, bounds), tier, kind, False),)
     return tuple(Storage(name + suffix, tensor_bytes(v, bounds), tier, kind, False) for suffix, v in elements.items())
 
 
@@ -204,23 +211,19 @@ def _input_storage(node: fx.Node, bounds: Bounds) -> tuple[Storage, ...]:
     return (Storage(entry.name, tensor_bytes(value, bounds), entry.tier, kind, True),)
 
 
-def _tier(node: fx.Node, of: dict[fx.Node, tuple[Storage, ...]]) -> Tier:
-    spec = ops.spec_of(node)
+def _tier(node: fx.Node, spec: ops.Spec | None, sources: list[Storage]) -> Tier:
     if spec is not None:
         for effect in spec.effects:
             if isinstance(effect, Alloc):
                 return effect.tier if isinstance(effect.tier, Tier) else Tier(str(spec.argument(node, effect.tier)))
-    sources = [s for operand in operands(node) for s in of.get(operand, ())]
     # A host input that an op reads has not been gathered yet; the op will run on the device.
     if sources and all(s.tier.on_host and not s.is_input for s in sources):
         return Tier.PAGEABLE
     return Tier.DEVICE
 
 
-def _kind(node: fx.Node, of: dict[fx.Node, tuple[Storage, ...]], in_backward: bool) -> Kind:
-    spec = ops.spec_of(node)
-    sources = [s for operand in operands(node) for s in of.get(operand, ())]
-    if spec is not None and sources:
+def _kind(node: fx.Node, spec: ops.Spec | None, sources: list[Storage], in_backward: bool) -> Kind:
+    if sources and spec is not None:
         return sources[0].kind
     if sources and all(s.kind is Kind.PARAMETER for s in sources):
         return Kind.PARAMETER
@@ -260,7 +263,7 @@ def live_curve(live: Liveness, tier: Tier = Tier.DEVICE, workspace: Callable[[fx
 
     `workspace`: bytes a node needs for itself while it runs; they are of no Kind's column but OTHER's.
     """
-    released = {s: i for i, node in enumerate(live.nodes) for s in _of_effect(node, Free, live.of)}
+    released = {s: i for i, node in enumerate(live.nodes) for s in _of_effect(node, ops.spec_of(node), Free, live.of)}
     n = len(live.nodes)
     deltas = {kind: [0] * (n + 1) for kind in Kind}
     for storage in live.first:

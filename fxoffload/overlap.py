@@ -7,10 +7,12 @@ lowered graph, without lowering it.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch.fx as fx
 
 from . import ops
@@ -23,6 +25,10 @@ from .spill import NEVER, Event, Load, Scan, Schedule, Spill, Sunk
 
 # Copies are planned as if they took this many times as long: the estimate of compute is not exact, and copies slow each other.
 _SLACK = 1.5
+
+
+# Bytes free during each event; NEVER stands for no limit, and 64 bits hold it.
+Bytes = np.ndarray[tuple[int], np.dtype[np.int64]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +66,7 @@ def overlapped(schedule: Schedule, found: Scan, capacity_bytes: int | None, rate
     return replace(found, loads=loads, sinks=_later(schedule, found, free, before_use, rates))
 
 
-def _earlier(schedule: Schedule, found: Scan, free: list[int], before_use: list[float], rates: Rates) -> list[Load]:
+def _earlier(schedule: Schedule, found: Scan, free: Bytes, before_use: list[float], rates: Rates) -> list[Load]:
     position = {event.index: i for i, event in enumerate(schedule.events)}
     gone: dict[Storage, int] = {spill.storage: position[spill.until] for spill in found.spills}
     border = _border_position(schedule)
@@ -71,15 +77,27 @@ def _earlier(schedule: Schedule, found: Scan, free: list[int], before_use: list[
         at = position[load.before]
         deadline_s = min(deadline_s, before_use[at]) - rates.h2d_s(load.storage.n_bytes) * _SLACK
         # A copy that is under way cannot be handed from forward to backward.
-        start, lowest = at, max(gone.get(load.storage, -1) + 1, border + 1 if at > border else 0)
-        while start > lowest and free[start - 1] >= load.storage.n_bytes and before_use[start] > deadline_s:
-            start -= 1
-            free[start] -= load.storage.n_bytes
+        lowest = max(gone.get(load.storage, -1) + 1, border + 1 if at > border else 0)
+        in_time = bisect_right(before_use, deadline_s) - 1
+        start = _first_with_room(free, min(at, max(lowest, in_time)), at, load.storage.n_bytes)
+        free[start:at] -= load.storage.n_bytes
         loads.append(Load(load.storage, load.before, schedule.events[start].index))
     return sorted(loads, key=lambda one: (one.before, one.start))
 
 
-def _later(schedule: Schedule, found: Scan, free: list[int], before_use: list[float], rates: Rates) -> list[Sunk]:
+def _first_with_room(free: Bytes, first: int, end: int, n_bytes: int) -> int:
+    """The first event from which on `n_bytes` are free until before `end`."""
+    short = np.flatnonzero(free[first:end] < n_bytes)
+    return first + int(short[-1]) + 1 if short.size else first
+
+
+def _last_with_room(free: Bytes, start: int, last: int, n_bytes: int) -> int:
+    """The last event up to which `n_bytes` are free after `start`."""
+    short = np.flatnonzero(free[start + 1 : last + 1] < n_bytes)
+    return start + int(short[0]) if short.size else last
+
+
+def _later(schedule: Schedule, found: Scan, free: Bytes, before_use: list[float], rates: Rates) -> list[Sunk]:
     """Where each gradient's copy is awaited: at the first event that starts after its end, or earlier for want of memory."""
     sent = {spill.after: spill.storage.n_bytes for spill in found.spills}
     d2h_s, sinks, last = 0.0, [], len(schedule.events) - 2
@@ -90,10 +108,9 @@ def _later(schedule: Schedule, found: Scan, free: list[int], before_use: list[fl
             continue
         n_bytes = _bytes(event)
         d2h_s = max(d2h_s, before_use[i + 1]) + rates.d2h_s(n_bytes) * _SLACK
-        until = i
-        while until < last and free[until + 1] >= n_bytes and before_use[until + 1] < d2h_s:
-            until += 1
-            free[until] -= n_bytes
+        ended = bisect_left(before_use, d2h_s) - 1
+        until = _last_with_room(free, i, max(i, min(last, ended)), n_bytes)
+        free[i + 1 : until + 1] -= n_bytes
         sinks.append(Sunk(event.index, schedule.events[until].index))
     return sinks
 
@@ -166,7 +183,7 @@ def _border_position(schedule: Schedule) -> int:
     return len(schedule.events)
 
 
-def _free_bytes(schedule: Schedule, found: Scan, capacity_bytes: int | None) -> list[int]:
+def _free_bytes(schedule: Schedule, found: Scan, capacity_bytes: int | None) -> Bytes:
     """Bytes free during each event, once every value is dropped at its last use."""
     n = len(schedule.events)
     change = [0] * (n + 1)
@@ -177,4 +194,4 @@ def _free_bytes(schedule: Schedule, found: Scan, capacity_bytes: int | None) -> 
     for i, event in enumerate(schedule.events):
         used += change[i]
         free.append((NEVER if capacity_bytes is None else capacity_bytes) - used - event.workspace_bytes)
-    return free
+    return np.array(free, dtype=np.int64)

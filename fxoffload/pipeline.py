@@ -26,7 +26,7 @@ from .liveness import LiveCurve, no_workspace
 from .machine import Machine
 from .plans import Decision, GraphPlan, Prediction
 from .sizes import format_bytes
-from .verify import holds, verify
+from .verify import Checked, verify
 
 ENTRY_POINTS = "fxoffload.passes"
 Option = bool | int | float | str
@@ -54,7 +54,7 @@ class Context:
 class Pass:
     """One step of a Pipeline. `run` returns a graph (a rewrite) or decisions (a planner, which cannot change the graph).
 
-    What a planner decides joins `ctx.plan` for the passes after it.
+    A planner's name starts with "plan". What it decides joins `ctx.plan` for the passes after it.
 
     `requires`: facts that must hold before; `provides`: facts it establishes, which are checked, not believed; `breaks`: facts it
     may destroy. `options`: every option it knows with its value; `run` finds them in `ctx.options`.
@@ -66,6 +66,11 @@ class Pass:
     provides: frozenset[str] = frozenset()
     breaks: frozenset[str] = frozenset()
     options: Mapping[str, Option] = field(default_factory=dict, hash=False)
+
+    @property
+    def is_planner(self) -> bool:
+        """Whether the pass decides; a rewrite may change the graph it is handed."""
+        return self.name.startswith("plan")
 
     def with_options(self, options: Mapping[str, Option]) -> Pass:
         """The same pass with other values of its options. Raises ValueError for an unknown option or a value of another type."""
@@ -115,22 +120,29 @@ class Pipeline:
 
         After each pass the graph is linted and verified with all facts that hold then. With `dump_dir`: `NN-<pass>.ir`,
         `NN-<pass>.diff`, `table.txt` and `table.json`, and `repro.ir` (the failing pass's input and the passes left) on failure.
-        Raises ValueError before anything runs when the facts do not chain, VerifyError when a pass breaks the graph.
+        Raises ValueError before anything runs when the facts do not chain, and for a rewrite that decides; VerifyError when a pass
+        breaks the graph.
         """
         ctx = ctx or Context(text.hint_bounds(graph))
         dump = _Dump(Path(dump_dir), ctx.bounds) if dump_dir is not None else None
         started = time.perf_counter()
-        curve = verify(graph, ctx.bounds, workspace=ctx.workspace)
-        held = self._held_by(graph, ctx)
+        checked = Checked.of(graph, ctx.bounds, ctx.device_budget_bytes, ctx.workspace)
+        held = frozenset(fact for fact in sorted(self._needed()) if checked.holds(fact))
         self.check(held)
         if dump is not None:
-            dump.graph("input", graph, curve, time.perf_counter() - started)
+            dump.graph("input", graph, checked.curve, time.perf_counter() - started)
+        if dump is None:
+            graph = copy_graph(graph)
         for i, step in enumerate(self.passes):
             held = (held - step.breaks) | step.provides
             with _repro(dump, graph, Pipeline(self.passes[i:])):
                 started = time.perf_counter()
-                result = step.run(copy_graph(graph), replace(ctx, options=step.options))
+                # The repro needs what a pass was handed; without a dump only planners must be kept from it.
+                handed = copy_graph(graph) if dump is not None or step.is_planner else graph
+                result = step.run(handed, replace(ctx, options=step.options))
                 if isinstance(result, tuple):
+                    if not step.is_planner:
+                        raise ValueError(f"pass {step.name!r} decides: the name of a planner starts with 'plan'")
                     ctx = replace(ctx, plan=_extended(ctx.plan, result))
                 else:
                     graph = result
@@ -139,14 +151,14 @@ class Pipeline:
                     dump.graph(step.name, graph, curve, time.perf_counter() - started)
         return graph
 
-    def _held_by(self, graph: fx.Graph, ctx: Context) -> frozenset[str]:
-        """The facts that the passes need from the input graph and that are true of it."""
+    def _needed(self) -> set[str]:
+        """The facts that the passes need from the input graph."""
         needed: set[str] = set()
         seen: frozenset[str] = frozenset()
         for step in self.passes:
             needed |= step.requires - seen
             seen |= step.breaks | step.provides
-        return frozenset(fact for fact in sorted(needed) if holds(graph, ctx.bounds, fact, ctx.device_budget_bytes))
+        return needed
 
 
 def _extended(plan: GraphPlan | None, decisions: tuple[Decision, ...]) -> GraphPlan:

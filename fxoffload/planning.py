@@ -31,7 +31,7 @@ from .plans import GraphPlan, Plan, Prediction, Reside, SwapOut
 from .runtime.host_memory import whole_pages
 from .simulate import simulate
 from .sizes import format_bytes
-from .split import split
+from .split import saved_names
 from .workspace import Workspace
 
 log = logging.getLogger("fxoffload")
@@ -353,7 +353,7 @@ def saved_of(lowered: fx.Graph) -> tuple[str, ...]:
     if border_of(lowered) is None:
         return ()
     inputs = {info(n).name for n in lowered.find_nodes(op="placeholder")}
-    return tuple(n for n in split(lowered).saved if n not in inputs)
+    return tuple(n for n in saved_names(lowered) if n not in inputs)
 
 
 def summary(graph_plan: GraphPlan) -> str:

@@ -158,6 +158,8 @@ class Session:
         with heap_at_rest():
             label, lowered = self.planning.lower(graph, self.router.maxima)
         self.graphs[label] = lowered
+        if self.options.planning_only:
+            raise CaptureComplete  # nothing will run: neither code nor guards are made
         if self.places.settled:
             self.memory.reserve_disk(self.planning.disk_file_bytes)
         return lowered

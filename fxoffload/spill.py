@@ -12,6 +12,7 @@ import operator
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from heapq import heapify, heappop
 
 import torch.fx as fx
 
@@ -21,6 +22,8 @@ from .graph import Bounds, output_of
 from .liveness import Liveness, Storage, is_view, liveness, no_workspace
 
 NEVER = 1 << 60
+# Distances beyond this are one: a value that is never used again still has a score.
+_FAR = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,11 +135,11 @@ class Spiller:
                  kept: frozenset[Storage] = frozenset(), swapped: frozenset[Storage] = frozenset()) -> None:
         self.live, self.events, self.capacity = live, events, capacity_bytes
         self.fixed, self.kept, self.swapped = fixed, kept, swapped
+        self.reads = [tuple(s for s in event.reads if s not in fixed) for event in events]
         self.uses: dict[Storage, list[int]] = {}
-        for event in events:
-            for storage in event.reads:
-                if storage not in fixed:
-                    self.uses.setdefault(storage, []).append(event.index)
+        for event, reads in zip(events, self.reads):
+            for storage in reads:
+                self.uses.setdefault(storage, []).append(event.index)
         forward, gradients = output_of(graph).args[0]  # type: ignore[misc]
         returned = [v for v in (*forward, *gradients) if isinstance(v, fx.Node)]
         # Tangents are the caller's: like what is returned, they stay to the end.
@@ -146,6 +149,8 @@ class Spiller:
         self.before_border = max((i for i, event in enumerate(events) if event.index < self.border), default=0)
         self.there: dict[Storage, int] = {}
         self.touched: dict[Storage, int] = {}
+        # The next use of what is there, as of the last event that read or made it: between two uses it does not change.
+        self.upcoming: dict[Storage, int] = {}
         self.position = 0
         self.on_host: set[Storage] = set()
         self.used_bytes = 0
@@ -163,10 +168,10 @@ class Spiller:
         return self.result
 
     def _step(self, event: Event) -> None:
-        reads = [s for s in event.reads if s not in self.fixed]
+        reads = self.reads[self.position]
         missing = [s for s in reads if s not in self.there]
-        incoming = sum(s.n_bytes for s in missing) + sum(s.n_bytes for s in event.makes) + event.workspace_bytes
-        self._make_room(incoming, event, set(reads))
+        incoming = sum([s.n_bytes for s in missing]) + sum([s.n_bytes for s in event.makes]) + event.workspace_bytes
+        self._make_room(incoming, event, reads)
         for storage in missing:
             self.result.loads.append(Load(storage, event.index, event.index))
             self._enter(storage)
@@ -178,40 +183,48 @@ class Spiller:
         if live_bytes > self.result.peak_bytes:
             self.result.peak_bytes, self.result.peak_index = live_bytes, event.index
         for storage in (*reads, *event.makes):
-            if self._next_use(storage, event.index) == NEVER and storage not in self.returned:
+            next_use = self.upcoming[storage] = self._next_use(storage, event.index)
+            if next_use == NEVER and storage not in self.returned:
                 self._leave(storage)
-            elif storage in self.swapped and storage in self.there and event.index < self.border < self._next_use(storage, event.index):
+            elif storage in self.swapped and storage in self.there and event.index < self.border < next_use:
                 self._evict(storage, event.index + 1, self.position)
 
-    def _make_room(self, incoming: int, event: Event, reads: set[Storage]) -> None:
+    def _make_room(self, incoming: int, event: Event, reads: tuple[Storage, ...]) -> None:
         over = self.used_bytes + incoming - self.capacity
         if over <= 0:
             return
-        candidates = [s for s in self.there if s not in reads and not self._pinned(s, event.index)]
-        candidates.sort(key=lambda s: (-self._score(s, event.index, over), s.name))
-        for storage in candidates:
-            if over <= 0:
-                break
+        candidates = self._candidates(event.index, reads)
+        queue = self._queue(candidates, event.index, over)
+        while queue and over > 0:
+            storage = candidates[heappop(queue)[-1]]
             over -= storage.n_bytes
             self._evict(storage, event.index, self.position - 1)
         if over > self.result.shortfall_bytes:
             self.result.shortfall_bytes, self.result.worst = over, event.index
             self.result.live_at_worst = tuple(dict.fromkeys((*self.there, *(s for s in event.reads if s in reads), *event.makes)))
 
-    def _pinned(self, storage: Storage, index: int) -> bool:
-        return storage in self.kept or (storage in self.returned and index > self.border)
+    def _candidates(self, index: int, reads: tuple[Storage, ...]) -> list[Storage]:
+        """What is there and may go: not what the event reads, what is kept, or in backward what the graph returns."""
+        in_backward = index > self.border
+        return [s for s in self.there if s not in reads and s not in self.kept and not (in_backward and s in self.returned)]
 
-    def _score(self, storage: Storage, index: int, over: int) -> float:
-        """Higher goes first: far next use, cheap way out and back; crumbs only when nothing larger is left."""
-        distance = min(self._next_use(storage, index) - index, 1 << 30)
-        clean = storage.is_input or storage in self.on_host
-        crumb = storage.n_bytes * 32 < over
-        return distance * (1.0 if clean else 0.5) * (1e-3 if crumb else 1.0)
+    def _queue(self, candidates: list[Storage], index: int, over: int) -> list[tuple[float, str, int]]:
+        """A heap of (urgency, name, position). First goes what is used furthest ahead and has a cheap way out and back; crumbs only
+        when nothing larger is left."""
+        upcoming, on_host = self.upcoming, self.on_host
+        queue = [
+            (-min(upcoming[s] - index, _FAR) * (1.0 if s.is_input or s in on_host else 0.5) * (1e-3 if s.n_bytes * 32 < over else 1.0),
+             s.name, position)
+            for position, s in enumerate(candidates)
+        ]
+        heapify(queue)
+        return queue
 
     def _next_use(self, storage: Storage, index: int) -> int:
-        uses = self.uses.get(storage, [])
-        position = bisect_right(uses, index)
-        return uses[position] if position < len(uses) else NEVER
+        uses = self.uses.get(storage)
+        if uses is None or uses[-1] <= index:
+            return NEVER
+        return uses[bisect_right(uses, index)]
 
     def _last_touch(self, storage: Storage, index: int) -> int:
         uses = self.uses.get(storage, [])

@@ -28,65 +28,76 @@ class Halves:
 
 def split(graph: fx.Graph) -> Halves:
     """Forward and backward of `graph` in AOTAutograd's calling convention, and the canonical names of what is saved."""
-    border = border_of(graph)
-    assert border is not None, "a graph without a backward has nothing to cut"
-    outputs, gradients = output_of(graph).args[0]  # type: ignore[misc]
-    placeholders = graph.find_nodes(op="placeholder")
-    tangents = [p for p in placeholders if info(p).role is Role.TANGENT]
-    first_tangent = placeholders.index(tangents[0]) if tangents else len(placeholders)
-    # Symbols never are tangents, but they may follow them: what is not before the first tangent belongs to backward.
-    primals = placeholders[:first_tangent]
-    before, after = _halves(graph, border)
-    crossing = _crossing(before | set(primals), after, gradients)
-    constants = {n for n in crossing if n.op == "get_attr"}
-    values = [n for n in crossing if isinstance(n.meta.get("val"), torch.Tensor) and n not in constants]
-    symbols = [n for n in crossing if not isinstance(n.meta.get("val"), torch.Tensor)]
+    cut = _Cut.of(graph)
     live = liveness(graph, hint_bounds(graph))
 
     forward, new = fx.Graph(), {}
-    for node in [*primals, *(n for n in graph.nodes if n in before)]:
+    for node in (*cut.primals, *cut.before):
         new[node] = _copy(forward, node, new)
-    for value in values:
+    for value in cut.values:
         new[value].meta.pop(STASHED, None)
-    forward.output(tuple(new[v] if isinstance(v, fx.Node) else v for v in (*outputs, *values, *symbols)))
+    forward.output(tuple(new[v] if isinstance(v, fx.Node) else v for v in (*cut.outputs, *cut.values, *cut.symbols)))
 
     backward, new = fx.Graph(), {}
-    for node in [*symbols, *values, *placeholders[first_tangent:]]:
+    for node in (*cut.symbols, *cut.values, *cut.late_inputs):
         made = backward.placeholder(node.name)
         made.meta = dict(node.meta)
         new[node] = made
         if live.of.get(node):
             set_info(made, tier=live.of[node][0].tier)  # a saved value may be on the host: swapped out, or a generator's state
-    for node in graph.nodes:
-        if node in after or node in constants:
-            new[node] = _copy(backward, node, new)
-    backward.output(tuple(new[v] if isinstance(v, fx.Node) else v for v in gradients))
-    return Halves(forward, backward, tuple(name_of(v) for v in values))
+    for node in (*cut.constants, *cut.after):
+        new[node] = _copy(backward, node, new)
+    backward.output(tuple(new[v] if isinstance(v, fx.Node) else v for v in cut.gradients))
+    return Halves(forward, backward, tuple(map(name_of, cut.values)))
 
 
-def _halves(graph: fx.Graph, border: fx.Node) -> tuple[set[fx.Node], set[fx.Node]]:
-    before: set[fx.Node] = set()
-    after: set[fx.Node] = set()
-    current = before
-    for node in graph.nodes:
-        if node is border:
-            current = after
-        elif node.op not in ("placeholder", "output"):
-            current.add(node)
-    return before, after
+def saved_names(graph: fx.Graph) -> tuple[str, ...]:
+    """What `split` says is saved, without making the halves."""
+    return tuple(map(name_of, _Cut.of(graph).values))
 
 
-def _crossing(available: set[fx.Node], after: set[fx.Node], gradients: tuple[object, ...]) -> list[fx.Node]:
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """The nodes of each half in order, and what backward reads of forward and its inputs: values, symbols, constants.
+
+    `late_inputs`: tangents, and symbols that follow them. Symbols never are tangents: what is not before the first tangent belongs to
+    backward.
+    """
+
+    primals: tuple[fx.Node, ...]
+    late_inputs: tuple[fx.Node, ...]
+    before: tuple[fx.Node, ...]
+    after: tuple[fx.Node, ...]
+    outputs: tuple[object, ...]
+    gradients: tuple[object, ...]
+    values: tuple[fx.Node, ...]
+    symbols: tuple[fx.Node, ...]
+    constants: tuple[fx.Node, ...]
+
+    @staticmethod
+    def of(graph: fx.Graph) -> _Cut:
+        """The cut at the border, which `graph` must have."""
+        border = border_of(graph)
+        assert border is not None, "a graph without a backward has nothing to cut"
+        outputs, gradients = output_of(graph).args[0]  # type: ignore[misc]
+        nodes = tuple(graph.nodes)
+        inputs = [n for n in nodes if n.op == "placeholder"]
+        first_tangent = next((i for i, n in enumerate(inputs) if info(n).role is Role.TANGENT), len(inputs))
+        at = nodes.index(border)
+        before, after = (tuple(n for n in half if n.op not in ("placeholder", "output")) for half in (nodes[:at], nodes[at + 1 :]))
+        crossing = _crossing({*inputs[:first_tangent], *before}, after, gradients)
+        tensors = [n for n in crossing if isinstance(n.meta.get("val"), torch.Tensor)]
+        return _Cut(
+            tuple(inputs[:first_tangent]), tuple(inputs[first_tangent:]), before, after, tuple(outputs), tuple(gradients),
+            values=tuple(n for n in tensors if n.op != "get_attr"),
+            symbols=tuple(n for n in crossing if not isinstance(n.meta.get("val"), torch.Tensor)),
+            constants=tuple(n for n in before if n.op == "get_attr" and n in crossing))
+
+
+def _crossing(available: set[fx.Node], after: tuple[fx.Node, ...], gradients: tuple[object, ...]) -> dict[fx.Node, None]:
     """What backward reads of forward and of the inputs, in the order it is first read."""
-    read = dict.fromkeys(o for n in sorted(after, key=_order(after)) for o in n.all_input_nodes if o in available)
-    read.update(dict.fromkeys(g for g in gradients if isinstance(g, fx.Node) and g in available))
-    return list(read)
-
-
-def _order(nodes: set[fx.Node]):  # type: ignore[no-untyped-def]
-    graph = next(iter(nodes)).graph
-    position = {node: i for i, node in enumerate(graph.nodes)}
-    return position.__getitem__
+    read = dict.fromkeys(o for n in after for o in n.all_input_nodes if o in available)
+    return read | dict.fromkeys(g for g in gradients if isinstance(g, fx.Node) and g in available)
 
 
 def _copy(graph: fx.Graph, node: fx.Node, new: dict[fx.Node, fx.Node]) -> fx.Node:

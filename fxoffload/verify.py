@@ -6,9 +6,10 @@ that is still there; ops that ask for a size need no bytes. What a wrong rewrite
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from enum import Enum
 
@@ -19,7 +20,7 @@ from . import ops, text
 from .effects import Alloc, Await, Borrow, Effect, Free, Read, Tier
 from .errors import VerifyError
 from .graph import Bounds, name_of, operands
-from .liveness import LiveCurve, Liveness, Storage, base_nodes, is_view, live_curve, liveness, no_workspace
+from .liveness import LiveCurve, Liveness, Storage, base_nodes, live_curve, liveness, no_workspace, returns_its_input
 from .sizes import format_bytes
 
 
@@ -48,6 +49,24 @@ class Checked:
     curve: LiveCurve
     device_budget_bytes: int | None
 
+    @staticmethod
+    def of(graph: fx.Graph, bounds: Bounds | None, device_budget_bytes: int | None, workspace: Callable[[fx.Node], int]) -> Checked:
+        """The analyses of a graph that keeps the rules of memory. Raises VerifyError where it does not."""
+        _check_order(graph)
+        live = liveness(graph, bounds)
+        checked = Checked(graph, live, live_curve(live, workspace=workspace), device_budget_bytes)
+        Machine(checked).run()
+        return checked
+
+    def holds(self, fact: str) -> bool:
+        """True when `fact` is true of the graph. Raises ValueError for a fact nobody defined."""
+        _check_known({fact})
+        try:
+            FACTS[fact](self)
+        except VerifyError:
+            return False
+        return True
+
     def error(self, node: fx.Node, message: str) -> VerifyError:
         """The error `message` at `node`, with the lines around it."""
         return VerifyError(f"{message}\n{text.excerpt(self.graph, node, self.live)}")
@@ -64,18 +83,19 @@ def verify(
 
     Raises VerifyError with the lines around the first node that breaks a rule, ValueError for a fact nobody defined.
     """
-    unknown = sorted(facts - FACTS.keys())
-    if unknown:
-        raise ValueError(f"unknown fact {unknown[0]!r}; there are {', '.join(sorted(FACTS))}")
-    _check_order(graph)
-    live = liveness(graph, bounds)
-    checked = Checked(graph, live, live_curve(live, workspace=workspace), device_budget_bytes)
-    Machine(checked).run()
+    _check_known(facts)
+    checked = Checked.of(graph, bounds, device_budget_bytes, workspace)
     if device_budget_bytes is not None:
         _check_fits(checked)
     for fact in sorted(facts):
         FACTS[fact](checked)
     return checked.curve
+
+
+def _check_known(facts: Set[str]) -> None:
+    unknown = sorted(facts - FACTS.keys())
+    if unknown:
+        raise ValueError(f"unknown fact {unknown[0]!r}; there are {', '.join(sorted(FACTS))}")
 
 
 def holds(graph: fx.Graph, bounds: Bounds | None, fact: str, device_budget_bytes: int | None = None) -> bool:
@@ -87,20 +107,21 @@ def holds(graph: fx.Graph, bounds: Bounds | None, fact: str, device_budget_bytes
     return True
 
 
-def effects_of(node: fx.Node, live: Liveness) -> Iterator[tuple[Effect, tuple[Storage, ...]]]:
+def effects_of(node: fx.Node, live: Liveness) -> Iterator[tuple[type[Effect], tuple[Storage, ...]]]:
     """What the node does to which Storages, in order: reads, then new Storages, then what else its Spec says."""
     spec = ops.spec_of(node)
     if spec is not None:
         for effect in spec.effects:
-            yield effect, live.defined_at(node) if effect.value == "result" else live.of[spec.argument(node, effect.value)]  # type: ignore[index]
+            storages = live.defined_at(node) if effect.value == "result" else live.of[spec.argument(node, effect.value)]  # type: ignore[index]
+            yield type(effect), storages
         return
     kind = Touch if _needs_no_bytes(node) else Read
     for operand in operands(node):
-        yield kind(name_of(operand)), live.of.get(operand, ())
+        yield kind, live.of.get(operand, ())
     for operand in _written(node):
-        yield Write(name_of(operand)), live.of.get(operand, ())
+        yield Write, live.of.get(operand, ())
     if node.op != "output":
-        yield Alloc("result"), live.defined_at(node)
+        yield Alloc, live.defined_at(node)
 
 
 class Machine:
@@ -120,7 +141,7 @@ class Machine:
             self._check_tiers(node)
             for effect, storages in effects_of(node, self._live):
                 for storage in storages:
-                    HANDLERS[type(effect)](self, node, storage)
+                    HANDLERS[effect](self, node, storage)
         self._check_closed()
 
     def touch(self, node: fx.Node, storage: Storage) -> None:
@@ -202,8 +223,11 @@ class Machine:
         sides: dict[bool, str] = {}
         for operand in operands(node):
             for storage in self._live.of.get(operand, ()):
-                if not _may_be_anywhere(operand) and not (storage.is_input and storage.tier.on_host):
-                    sides.setdefault(storage.tier.on_host, name_of(operand))
+                if storage.tier is Tier.DEVICE:
+                    if False not in sides and not _may_be_anywhere(operand):
+                        sides[False] = name_of(operand)
+                elif True not in sides and not storage.is_input and not _may_be_anywhere(operand):
+                    sides[True] = name_of(operand)
         if len(sides) == 2:
             raise self._checked.error(node, f"%{name_of(node)} reads %{sides[True]} on the host beside %{sides[False]} on the device")
 
@@ -225,9 +249,12 @@ _SIZE_QUESTIONS = frozenset({
 
 
 def _needs_no_bytes(node: fx.Node) -> bool:
-    if node.target is operator.getitem or node.target in _SIZE_QUESTIONS:
-        return True
-    return is_view(node) and not _written(node)
+    return node.op == "call_function" and _only_looks(node.target)
+
+
+@functools.lru_cache(maxsize=None)
+def _only_looks(target: object) -> bool:
+    return target is operator.getitem or target in _SIZE_QUESTIONS or (returns_its_input(target) and not writes(target))
 
 
 def _starts_transfer(node: fx.Node) -> bool:
@@ -237,12 +264,19 @@ def _starts_transfer(node: fx.Node) -> bool:
 
 def _written(node: fx.Node) -> list[fx.Node]:
     """Operands that an in-place op writes."""
-    schema = getattr(node.target, "_schema", None)
-    if node.op != "call_function" or schema is None or not schema.is_mutable:
+    if node.op != "call_function" or not writes(node.target):
         return []
-    passed = dict(zip((a.name for a in schema.arguments), node.args)) | dict(node.kwargs)
-    names = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    arguments = node.target._schema.arguments  # type: ignore[union-attr]
+    passed = dict(zip((a.name for a in arguments), node.args)) | dict(node.kwargs)
+    names = [a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write]
     return [value for name in names if isinstance(value := passed.get(name), fx.Node)]
+
+
+@functools.lru_cache(maxsize=None)
+def writes(target: object) -> bool:
+    """True when the op's schema says that it writes into an argument."""
+    schema = getattr(target, "_schema", None)
+    return schema is not None and schema.is_mutable
 
 
 def _may_be_anywhere(node: fx.Node) -> bool:
@@ -262,13 +296,14 @@ def _check_order(graph: fx.Graph) -> None:
     defined: set[fx.Node] = set()
     names: set[str] = set()
     for node in graph.nodes:
+        name = name_of(node)
         for operand in operands(node):
             if operand not in defined:
-                raise _structural(graph, node, f"%{name_of(node)} uses %{name_of(operand)} before it is defined")
-        if name_of(node) in names:
-            raise _structural(graph, node, f"two nodes are called %{name_of(node)}")
+                raise _structural(graph, node, f"%{name} uses %{name_of(operand)} before it is defined")
+        if name in names:
+            raise _structural(graph, node, f"two nodes are called %{name}")
         defined.add(node)
-        names.add(name_of(node))
+        names.add(name)
 
 
 def _structural(graph: fx.Graph, node: fx.Node, message: str) -> VerifyError:
@@ -290,7 +325,7 @@ def _check_resident(checked: Checked) -> None:
         if node.op != "call_function" or ops.spec_of(node) is not None or _needs_no_bytes(node):
             continue
         for operand in operands(node):
-            if any(s.tier.on_host for s in checked.live.of.get(operand, ())) and not _may_be_anywhere(operand):
+            if any(s.tier is not Tier.DEVICE for s in checked.live.of.get(operand, ())) and not _may_be_anywhere(operand):
                 raise checked.error(node, f"%{name_of(node)} computes on %{name_of(operand)}, which is on the host: not resident")
 
 
@@ -316,7 +351,8 @@ def _check_released(checked: Checked) -> None:
     """Every device Storage the graph makes and does not return has exactly one release, if a node names it."""
     live = checked.live
     releases = Counter(
-        s for node in live.nodes for effect, found in effects_of(node, live) if isinstance(effect, Free) for s in found
+        s for node in live.nodes if ops.spec_of(node) is not None
+        for effect, found in effects_of(node, live) if effect is Free for s in found
     )
     for storage, node in base_nodes(live).items():
         if storage not in live.escapes and storage.tier is Tier.DEVICE and releases[storage] != 1:

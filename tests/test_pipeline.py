@@ -12,6 +12,7 @@ from fxoffload import ops, pipeline, text
 from fxoffload.errors import VerifyError
 from fxoffload.graph import Bounds, copy_graph
 from fxoffload.pipeline import Context, Pass, Pipeline, get_pass, parse_pipeline
+from fxoffload.plans import Decision
 from fxoffload.verify import FACTS
 
 PROGRAM = 'graph "g"\n%x: f32[8] = input {role=batch}\n%a: f32[8] = aten.relu %x\n%b: f32[8] = aten.neg %a\nreturn (%b)\n'
@@ -97,6 +98,17 @@ def test_a_pipeline_leaves_its_input_alone() -> None:
     result = parse_pipeline("insert-release").run(graph)
     assert text.render(graph, columns=False) == PROGRAM
     assert "fxo.release %a" in text.render(result)
+
+
+def test_a_planner_cannot_change_the_graph_and_says_by_its_name_that_it_is_one() -> None:
+    def spoil(graph: fx.Graph, ctx: Context) -> tuple[Decision, ...]:
+        graph.erase_node(graph.find_nodes(op="call_function", target=ops.release)[0])
+        return ()
+
+    released = parse_pipeline("insert-release").run(text.parse(PROGRAM))
+    assert text.render(Pipeline([Pass("plan-nothing", spoil)]).run(released)) == text.render(released)
+    with pytest.raises(ValueError, match="pass 'nothing' decides: the name of a planner starts with 'plan'"):
+        Pipeline([Pass("nothing", spoil)]).run(released)
 
 
 def test_a_dump_has_text_diff_and_table_row_of_every_pass(tmp_path: Path) -> None:

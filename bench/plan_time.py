@@ -1,0 +1,125 @@
+"""How long `fxoffload.plan` takes, and what memory: Llamas of 8B and 70B shape, no weights, no accelerator.
+
+    python bench/plan_time.py [--rows 8B-full,80-lora] [--machine h200] [--shared] [--out FILE]
+
+Every row is one plan in a process of its own. `cpu_s` are processor seconds of that process, imports apart, and `wall_s` the time
+that passed: where other work shares the cores, the first is the one to compare. `rss_bytes` is the most the process ever held.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import resource
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+BATCH = (4, 2048)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A Llama shape, what of it is trained, how its frozen weights are stored, and the budget it is planned in."""
+
+    layers: int
+    trained: str
+    weights: str
+    budget: str
+
+
+ROWS = {
+    "8B-full": Row(32, "all", "bf16", "24GiB"),
+    "8B-lora": Row(32, "lora r=16 all-linear", "bf16", "24GiB"),
+    "8B-4bit": Row(32, "lora r=16 all-linear", "nf4, double quantization", "12GiB"),
+    "80-full": Row(80, "all", "bf16", "48GiB"),
+    "80-lora": Row(80, "lora r=16 all-linear", "bf16", "48GiB"),
+}
+_WIDTHS = {
+    32: {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32},
+    80: {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64},
+}
+
+
+def measured(row: Row, machine: str) -> dict[str, object]:
+    """The row's plan made here: seconds, memory, and what was decided."""
+    import peft
+    import torch
+    import transformers
+
+    import fxoffload
+
+    config = transformers.LlamaConfig(
+        num_hidden_layers=row.layers, num_key_value_heads=8, vocab_size=128256, max_position_embeddings=8192, dtype=torch.bfloat16,
+        **_WIDTHS[row.layers])
+    lora = peft.LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM") if row.trained != "all" else None
+    packed = transformers.BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=torch.bfloat16)
+    quantization = packed if row.weights != "bf16" else None
+    started_s, started_cpu_s = time.perf_counter(), time.process_time()
+    plan = fxoffload.plan(config, BATCH, device_budget=row.budget, machine=machine, lora=lora, quantization=quantization)
+    cpu_s, wall_s = time.process_time() - started_cpu_s, time.perf_counter() - started_s
+    assert plan.decisions, "an inert plan says nothing about planning"
+    return {
+        "cpu_s": round(cpu_s, 1), "wall_s": round(wall_s, 1),
+        "rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "decisions": len(plan.decisions), "predicted_peak_bytes": plan.predicted.device_peak_bytes, "predicted_step_s": plan.predicted.step_s,
+    }
+
+
+def in_a_process(name: str, machine: str) -> dict[str, object]:
+    """The row `name`, measured in a fresh process."""
+    command = [sys.executable, str(Path(__file__)), "--measure", name, "--machine", machine]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    return {"row": name, **asdict(ROWS[name]), "batch": BATCH, **json.loads(done.stdout.splitlines()[-1])}
+
+
+def main() -> int:
+    arguments = parsed()
+    if arguments.measure:
+        print(json.dumps(measured(ROWS[arguments.measure], arguments.machine)))
+        return 0
+    result = header(arguments)
+    for name in arguments.rows.split(","):
+        row = in_a_process(name, arguments.machine)
+        print(f"{name:8s} {row['budget']:>6s} {row['cpu_s']:>7} cpu s {row['wall_s']:>7} s {row['rss_bytes'] / 2**30:.2f} GiB", flush=True)
+        result["rows"].append(row)
+        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+    return 0
+
+
+def header(arguments: argparse.Namespace) -> dict[str, list[dict[str, object]]]:
+    """What the rows were measured with."""
+    from importlib.metadata import version
+
+    return {  # type: ignore[dict-item]
+        "command": f"python bench/plan_time.py {' '.join(sys.argv[1:])}".strip(), "commit": commit(), "machine": platform.platform(),
+        "cores": os.cpu_count(), "shared": arguments.shared, "python": platform.python_version(),
+        **{name: version(name) for name in ("torch", "transformers", "peft", "bitsandbytes")}, "planned_for": arguments.machine, "rows": [],
+    }
+
+
+def commit() -> str:
+    """The commit this runs from; marked when files differ from it."""
+    command = ["git", "describe", "--always", "--exclude=*", "--abbrev=40", "--dirty"]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def parsed() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", default=",".join(ROWS))
+    parser.add_argument("--machine", default="h200")
+    parser.add_argument("--shared", action="store_true", help="other work ran on the same cores; it is noted in the file")
+    parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results" / "plan_time.json")
+    parser.add_argument("--measure", choices=ROWS, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
