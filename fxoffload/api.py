@@ -128,6 +128,7 @@ def plan(
         args, kwargs = as_call(sample_batch(batch_or_spec, model))
         with heap_at_rest():
             session.router.capture(args, kwargs)
+            session.lower_captured()
         assert session.plan is not None
         if report is not None:
             session.report(report)

@@ -53,6 +53,23 @@ class Budgets:
     host_named: bool = True
 
 
+@dataclass(frozen=True, slots=True)
+class CapturedStep:
+    """A canonical Step, its fingerprint and the largest value of each of its symbols: all that planning it again needs."""
+
+    graph: fx.Graph
+    fingerprint: str
+    bounds: Bounds
+
+    @staticmethod
+    def of(graph: fx.Graph, maxima: Mapping[str, tuple[int, ...]]) -> CapturedStep:
+        """`graph` in canonical form; `maxima`: the largest shapes of the batch by name."""
+        bounds = bounds_of(graph, maxima)
+        canonical = get_pass("canonicalize").run(graph, Context(bounds))
+        assert isinstance(canonical, fx.Graph)
+        return CapturedStep(canonical, text.fingerprint(canonical), bounds)
+
+
 @dataclass
 class Planning:
     """`plan`: the Plan so far. `resident`: names of the parameters on the device, None until the first graph is planned.
@@ -97,14 +114,12 @@ class Planning:
 
     # Lowering a captured graph ----------------------------------------------------------------------------------------
 
-    def lower(self, graph: fx.Graph, maxima: Mapping[str, tuple[int, ...]]) -> tuple[str, fx.Graph]:
+    def lower(self, captured: CapturedStep) -> tuple[str, fx.Graph]:
         """The label and the lowered form of a captured Step under the plan, which this may extend.
 
         Raises PlanError when the budget, the plan or replan=False forbid it.
         """
-        context = self._context(graph, maxima)
-        graph = get_pass("canonicalize").run(graph, context)
-        fingerprint = text.fingerprint(graph)
+        graph, fingerprint, context = captured.graph, captured.fingerprint, self._context(captured.bounds)
         if self.plan is None or fingerprint not in self.plan.graphs:
             if self.plan is not None and not self.replan:
                 raise PlanError(f"the plan does not cover this graph (fingerprint {fingerprint[:12]}) and replan=False")
@@ -117,10 +132,16 @@ class Planning:
                 raise PlanError(f"at these sizes the plan needs {short} bytes more than device_budget, and replan=False", short)
             self._extend(graph, context, fingerprint)
             lowered = self._apply(graph, context, self.plan.graphs[fingerprint])
-        values = disk_values_bytes(lowered, context.bounds)
-        self.disk_file_bytes = max(self.disk_file_bytes, self.parameters_on_disk_bytes(self.resident or frozenset()) + values)
-        self._check_disk()
+        self._check_disk(lowered, context.bounds)
         return self.plan.graphs[fingerprint].label, lowered
+
+    def decide(self, captured: CapturedStep) -> Plan:
+        """The plan of a captured Step, made and not applied: what `lower` would decide. Raises PlanError when there is none."""
+        context = self._context(captured.bounds)
+        solution = self._extend(captured.graph, context, captured.fingerprint)
+        self._check_disk(solution.lowered, context.bounds)
+        assert self.plan is not None
+        return self.plan
 
     def _shortfall(self, graph: fx.Graph, lowered: fx.Graph, context: Context) -> int:
         """Device bytes a lowered graph needs above the budget: a plan made for smaller sizes may not fit at these."""
@@ -142,8 +163,7 @@ class Planning:
             raise PlanError(f"{known.label}: the graph saves other values than the plan says: {sorted(set(saved) ^ set(known.saved))[:4]}")
         return lowered
 
-    def _context(self, graph: fx.Graph, maxima: Mapping[str, tuple[int, ...]]) -> Context:
-        bounds = bounds_of(graph, maxima)
+    def _context(self, bounds: Bounds) -> Context:
         # A plan made without the device speaks of the machine's.
         device_type = self.device.type if self.device.type != "cpu" else self.machine.device_type
         return Context(
@@ -156,7 +176,7 @@ class Planning:
 
     # Making plans -----------------------------------------------------------------------------------------------------
 
-    def _extend(self, graph: fx.Graph, context: Context, fingerprint: str) -> None:
+    def _extend(self, graph: fx.Graph, context: Context, fingerprint: str) -> Solution:
         solution = self._solved(graph, pinned_values(self.pins, graph, context))
         label = self._label(graph)
         graph_plan = GraphPlan(label, solution.decisions, saved_of(solution.lowered), self._prediction(solution))
@@ -166,6 +186,7 @@ class Planning:
             self.plan = Plan(self.budgets.device_bytes, host, self.machine.name, self.numerics, self._residency(), {})
         self.plan = self.plan.with_graph(fingerprint, graph_plan)
         log.info("plan %s, graph %s: %s", self.plan.id, label, summary(graph_plan))
+        return solution
 
     def _problem(self, graph: fx.Graph, context: Context) -> Problem:
         inputs = {info(n).fqn for n in graph.find_nodes(op="placeholder")}
@@ -249,7 +270,9 @@ class Planning:
                 f"states and swapped activations, with disk_budget of {format_bytes(self.budgets.disk_bytes)} used as far as it goes. "
                 "The missing bytes, or a larger disk_budget (with disk_dir), would help.", short)
 
-    def _check_disk(self) -> None:
+    def _check_disk(self, lowered: fx.Graph, bounds: Bounds) -> None:
+        values = disk_values_bytes(lowered, bounds)
+        self.disk_file_bytes = max(self.disk_file_bytes, self.parameters_on_disk_bytes(self.resident or frozenset()) + values)
         short = self.disk_file_bytes - self.budgets.disk_bytes
         if short > 0:
             raise PlanError(

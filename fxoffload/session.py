@@ -20,7 +20,7 @@ from .joint import InputRef, step_graph
 from .machine import Machine
 from .neutral import neutralize
 from .pins import Pin
-from .planning import Budgets, Planning
+from .planning import Budgets, CapturedStep, Planning
 from .plans import Plan
 from .outputs import Writes, returns_shadows
 from .places import Places, moves_in_place
@@ -64,11 +64,15 @@ class Options:
 
 
 class Session:
-    """See `fxoffload.compile`. `plan`: the Plan so far; `graphs`: lowered graphs by label."""
+    """See `fxoffload.compile`. `plan`: the Plan so far; `graphs`: lowered graphs by label.
+
+    A Session that only plans lowers nothing by itself: `captured` is what it was shown last, for `lower_captured` and `study.Study`.
+    """
 
     def __init__(self, model: nn.Module, options: Options, machine: Machine, plan: Plan | None) -> None:
         self.model, self.options, self.machine = model, options, machine
         self.graphs: dict[str, fx.Graph] = {}
+        self.captured: CapturedStep | None = None
         self.closed = False
         self.router = Router(self)
         self.places = Places(model, options.device)
@@ -155,12 +159,21 @@ class Session:
         return self.meter.watched(compile_eager(graph, self.engine, finishes, self.meter.observe), graph)
 
     def _lower(self, graph: fx.Graph) -> fx.Graph:
+        if self.options.planning_only:
+            self.captured = CapturedStep.of(graph, self.router.maxima)
+            raise CaptureComplete
         with heap_at_rest():
-            label, lowered = self.planning.lower(graph, self.router.maxima)
+            label, lowered = self.planning.lower(CapturedStep.of(graph, self.router.maxima))
         self.graphs[label] = lowered
         if self.places.settled:
             self.memory.reserve_disk(self.planning.disk_file_bytes)
         return lowered
+
+    def lower_captured(self) -> None:
+        """Plans and lowers what was captured. Raises PlanError when no budget or plan covers it."""
+        assert self.captured is not None, "nothing was captured"
+        label, lowered = self.planning.lower(self.captured)
+        self.graphs[label] = lowered
 
     @property
     def transferred(self) -> dict[str, int]:
