@@ -86,12 +86,19 @@ def _config(source: Any) -> Any:
 
 def sample_batch(batch_or_spec: Any, model: nn.Module) -> Any:
     """A batch to trace with: the given one, zeros for a mapping of (shape, dtype), tokens and labels for (batch, sequence)."""
-    if isinstance(batch_or_spec, tuple) and len(batch_or_spec) == 2 and all(isinstance(n, int) for n in batch_or_spec):
+    if is_shape(batch_or_spec):
+        if min(batch_or_spec) < 1:
+            raise ValueError(f"batch: (batch, sequence) must be positive, got {batch_or_spec}")
         ids = torch.zeros(batch_or_spec, dtype=torch.int64)
         return {"input_ids": ids, "labels": ids.clone()}
     if isinstance(batch_or_spec, Mapping) and all(_is_spec(v) for v in batch_or_spec.values()):
         return {name: torch.zeros(tuple(shape), dtype=_dtype(dtype, "batch")) for name, (shape, dtype) in batch_or_spec.items()}
     return batch_or_spec
+
+
+def is_shape(batch_or_spec: Any) -> bool:
+    """Whether it is a (batch, sequence)."""
+    return isinstance(batch_or_spec, tuple) and len(batch_or_spec) == 2 and all(type(n) is int for n in batch_or_spec)
 
 
 def _is_spec(value: Any) -> bool:

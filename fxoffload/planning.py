@@ -16,6 +16,7 @@ import torch.fx as fx
 from torch import nn
 
 from . import ops, text
+from .account import optimizer_step_s, reasons_of
 from .effects import Tier
 from .errors import PlanError
 from .footprint import Footprint
@@ -31,6 +32,7 @@ from .runtime.host_memory import whole_pages
 from .simulate import simulate
 from .sizes import format_bytes
 from .split import split
+from .work import dtype_word
 from .workspace import Workspace
 
 log = logging.getLogger("fxoffload")
@@ -179,7 +181,9 @@ class Planning:
     def _extend(self, graph: fx.Graph, context: Context, fingerprint: str) -> Solution:
         solution = self._solved(graph, pinned_values(self.pins, graph, context))
         label = self._label(graph)
-        graph_plan = GraphPlan(label, solution.decisions, saved_of(solution.lowered), self._prediction(solution))
+        reasons = reasons_of(
+            solution.lowered, solution.simulation, solution.tried, context.bounds, self.machine, self._optimizer_s(solution.resident))
+        graph_plan = GraphPlan(label, solution.decisions, saved_of(solution.lowered), self._prediction(solution), reasons)
         if self.plan is None:
             self.resident = solution.resident
             host = self.budgets.host_bytes if self.budgets.host_named else None
@@ -297,6 +301,12 @@ class Planning:
         disk = sum(p.n_bytes for p in off if p.home is Tier.DISK) + simulation.disk_peak_bytes
         return Prediction(
             simulation.device_peak_bytes, host, disk, simulation.step_s, simulation.peak_node, simulation.moved_bytes)
+
+    def _optimizer_s(self, resident: frozenset[str]) -> float | None:
+        """Seconds of the optimizer's step, where each trained parameter lies."""
+        trained = ((n, p) for n, p in named_weights(self.model) if p.requires_grad)
+        return optimizer_step_s(
+            ((p.numel(), dtype_word(p.dtype), "device" if n in resident else "host") for n, p in trained), self.state_factor, self.machine)
 
     def _residency(self) -> tuple[Reside, ...]:
         resident = self.resident or frozenset()

@@ -30,6 +30,7 @@ from .runtime.executor import boxed, compile_eager
 from .runtime.host_memory import HostMemory
 from .runtime.transfers import engine_for
 from .split import split
+from .study import Study
 from .swapped import ClassSwap, Home
 from .torch_compat import WeakBackend, allow_second_backward, aot_backend, written_inputs
 
@@ -174,6 +175,12 @@ class Session:
         assert self.captured is not None, "nothing was captured"
         label, lowered = self.planning.lower(self.captured)
         self.graphs[label] = lowered
+
+    @property
+    def study(self) -> Study:
+        """What was captured, to be planned again."""
+        assert self.captured is not None, "nothing was captured"
+        return Study(self.planning, self.captured)
 
     @property
     def transferred(self) -> dict[str, int]:

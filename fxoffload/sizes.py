@@ -28,6 +28,14 @@ def parse_bytes(size: int | str, name: str = "size") -> int:
     return int(float(match.group(1)) * _UNITS[unit])
 
 
+def parse_budget(size: int | str, name: str) -> int:
+    """As `parse_bytes`, of more than 0 bytes."""
+    n_bytes = parse_bytes(size, name)
+    if n_bytes == 0:
+        raise ValueError(f"{name}: must be more than 0 bytes")
+    return n_bytes
+
+
 def format_bytes(n_bytes: int | None) -> str:
     """`n_bytes` for people: "1.50 GiB"; "?" for None."""
     if n_bytes is None:

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 
 from ..effects import Channel, Tier
 from ..graph import module_path
+from ..liveness import largest_live
 from ..plans import Decision, Plan, Recompute, Reside
 from ..timeline import Span
-from .views import Report, View, largest_live, memory_nodes, report_of
+from .views import Report, View, memory_nodes, report_of
 
 if TYPE_CHECKING:
     from .views import Source
