@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,22 @@ def test_an_impossible_budget_names_the_shortfall_and_leaves_the_model_as_it_was
     with pytest.raises(fxoffload.PlanError, match="host_budget"):
         fxoffload.compile(model, BATCH, device="cpu", device_budget="1MiB", host_budget=64)
     assert type(model[0]) is nn.Linear and not hasattr(model, "fxoffload")
+
+
+@pytest.mark.parametrize(("budget", "message"), [
+    (0, "device_budget: must be more than 0 bytes"), ("0GiB", "more than 0"), ("24.5", "cannot read '24.5'"), ("24 GB/s", "cannot read"),
+    ("nan", "cannot read"), (1.5, "expected bytes as int or text"),
+])
+def test_a_plan_for_an_impossible_budget_says_what_is_wrong_with_it(budget: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        fxoffload.plan(small(), BATCH, device_budget=budget, machine="cpu")
+
+
+def test_a_budget_smaller_than_one_op_names_the_op_and_what_is_alive_there() -> None:
+    with pytest.raises(fxoffload.PlanError) as refused:
+        fxoffload.plan(small(), BATCH, device_budget=1200, machine="cpu")
+    found = re.search(r"bytes short at (\S+): (\d+) bytes would do\. .*Largest live values there: (\S+) \d", str(refused.value))
+    assert found is not None and "mm" in found.group(1) and int(found.group(2)) == 1200 + refused.value.shortfall_bytes
 
 
 def test_a_model_error_on_the_sample_is_reported_and_leaves_the_model_as_it_was() -> None:
