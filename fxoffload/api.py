@@ -16,6 +16,7 @@ from .dry import is_shape, model_without_weights, sample_batch
 from .errors import PlanError
 from .free import device_bytes, host_bytes
 from .heap import heap_at_rest, sweep
+from .integrations.synthetic import with_images
 from .machine import Machine, default_machine, load_machine
 from .pins import Pin
 from .planning import STATE_FACTORS
@@ -53,8 +54,8 @@ def compile(
 
     `batch` is one sample (mapping, tuple or tensor); its sizes, or `max_shape` ({"batch": n, "sequence": n}), are the largest the
     plan is made for. `device_budget` is bytes, text like "24GiB", or "auto" (what is free now); `host_budget` None is what the machine
-    has free less a sixteenth of its memory. `model.fxoffload` then has the plan,
-    the lowered graphs, the report and `close()`. Raises ValueError for a bad argument and PlanError when a budget cannot be met,
+    has free less a sixteenth of its memory. Text alone for a model with a vision tower: a step with synthetic images is planned too, with a
+    warning. `model.fxoffload` then has the plan, the lowered graphs, the report and `close()`. Raises ValueError for a bad argument and PlanError when a budget cannot be met,
     before anything runs; the model is then as it was.
     """
     target = with_index(device)
@@ -70,16 +71,20 @@ def compile(
         dump_dir=None if dump_dir is None else Path(dump_dir), max_shape=_shape_maxima(max_shape), pins=_pins(pins),
         state_factor=state_factor(optimizer), trained_may_reside=optimizer is not None,
     )
-    args, kwargs = as_call(batch)
+    samples = [as_call(batch)]
     known = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
     if known is not None and not isinstance(known, Plan):
         raise ValueError(f"plan: expected a Plan or a path, got {type(known).__name__}")
     chosen = load_machine(machine) if machine is not None else default_machine(target.type)
+    pictured = with_images(model, batch)
+    if pictured is not batch and replan:  # first: it needs more than text alone, and where parameters reside is decided once
+        samples.insert(0, as_call(pictured))
     session = Session(model, options, chosen, known)
     try:
         session.places.settle_constants()
         with heap_at_rest():
-            session.router.capture(args, kwargs)
+            for args, kwargs in samples:
+                session.router.capture(args, kwargs)
         sweep()
         session.settle()
     except BaseException:
