@@ -54,9 +54,9 @@ def compile(
 
     `batch` is one sample (mapping, tuple or tensor); its sizes, or `max_shape` ({"batch": n, "sequence": n}), are the largest the
     plan is made for. `device_budget` is bytes, text like "24GiB", or "auto" (what is free now); `host_budget` None is what the machine
-    has free less a sixteenth of its memory. Text alone for a model with a vision tower: a step with synthetic images is planned too, with a
-    warning. `model.fxoffload` then has the plan, the lowered graphs, the report and `close()`. Raises ValueError for a bad argument and PlanError when a budget cannot be met,
-    before anything runs; the model is then as it was.
+    has free less a sixteenth of its memory. Of a model with a vision tower that is given text alone, a step with synthetic images is
+    planned too, with a warning. `model.fxoffload` then has the plan, the lowered graphs, the report and `close()`. Raises ValueError
+    for a bad argument and PlanError when a budget cannot be met, before anything runs; the model is then as it was.
     """
     target = with_index(device)
     _check_choices(outputs=outputs, numerics=numerics, executor=executor)

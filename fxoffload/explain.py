@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from .effects import Tier
@@ -20,8 +21,8 @@ _SHOWN_SHARE = 0.005
 def explanation(plan: Plan) -> str:
     """The plan in lines for people. Of several graphs the one with the longest step is accounted for."""
     predicted = plan.predicted
-    longest = max(plan.graphs.values(), key=lambda graph: graph.predicted.step_s or 0.0)
-    return "\n".join([*_summary(plan, predicted), *_binding(plan, predicted), *_account(longest), *_gains(plan.gains, predicted.step_s), *plan.notes])
+    told = [_summary(plan, predicted), _binding(plan, predicted), _account(plan.longest), _gains(plan.gains, predicted.step_s)]
+    return "\n".join([*chain.from_iterable(told), *plan.notes])
 
 
 def _summary(plan: Plan, predicted: Prediction) -> Iterator[str]:
@@ -80,7 +81,7 @@ _CHANNELS = {ISSUE: "the host's issuing of ops"}
 def _limit(reasons: Reasons, step_s: float) -> Iterator[str]:
     known = {name: seconds for name, seconds in reasons.limit_s.items() if seconds is not None}
     unknown = sorted(reasons.limit_s.keys() - known.keys())
-    limit_s, terms = max(known.values()), ", ".join(f"{name} {_seconds(seconds)}" for name, seconds in known.items())
+    limit_s, terms = reasons.physical_limit_s, ", ".join(f"{name} {_seconds(seconds)}" for name, seconds in known.items())
     yield (f"physical limit {_seconds(limit_s)}: the prediction is {step_s / limit_s:.2f} times that ({terms}"
            + (f"; not known: {', '.join(unknown)})" if unknown else ")"))
     if reasons.optimizer_s is not None:

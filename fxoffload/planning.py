@@ -125,17 +125,23 @@ class Planning:
         if self.plan is None or fingerprint not in self.plan.graphs:
             if self.plan is not None and not self.replan:
                 raise PlanError(f"the plan does not cover this graph (fingerprint {fingerprint[:12]}) and replan=False")
-            self._extend(graph, context, fingerprint)
+            self._plan_anew(captured, context)
         assert self.plan is not None
         lowered = self._apply(graph, context, self.plan.graphs[fingerprint])
         short = self._shortfall(graph, lowered, context)
         if short > 0:
             if not self.replan:
                 raise PlanError(f"at these sizes the plan needs {short} bytes more than device_budget, and replan=False", short)
-            self._extend(graph, context, fingerprint)
+            self._plan_anew(captured, context)
             lowered = self._apply(graph, context, self.plan.graphs[fingerprint])
         self._check_disk(lowered, context.bounds)
         return self.plan.graphs[fingerprint].label, lowered
+
+    def _plan_anew(self, captured: CapturedStep, context: Context) -> None:
+        self._extend(captured.graph, context, captured.fingerprint)
+        assert self.plan is not None
+        graph_plan = self.plan.graphs[captured.fingerprint]
+        log.info("plan %s, graph %s: %s", self.plan.id, graph_plan.label, summary(graph_plan))
 
     def decide(self, captured: CapturedStep) -> Plan:
         """The plan of a captured Step, made and not applied: what `lower` would decide. Raises PlanError when there is none."""
@@ -189,7 +195,6 @@ class Planning:
             host = self.budgets.host_bytes if self.budgets.host_named else None
             self.plan = Plan(self.budgets.device_bytes, host, self.machine.name, self.numerics, self._residency(), {})
         self.plan = self.plan.with_graph(fingerprint, graph_plan)
-        log.info("plan %s, graph %s: %s", self.plan.id, label, summary(graph_plan))
         return solution
 
     def _problem(self, graph: fx.Graph, context: Context) -> Problem:

@@ -123,7 +123,7 @@ class Plan:
         """The worst of the graphs' predictions: highest peaks, longest step."""
         all_of = [graph.predicted for graph in self.graphs.values()]
         worst = max(all_of, key=lambda p: p.device_peak_bytes)
-        longest = max((p for p in all_of), key=lambda p: p.step_s or 0.0)
+        longest = self.longest.predicted
         return replace(
             worst,
             host_peak_bytes=max(p.host_peak_bytes for p in all_of),
@@ -131,6 +131,16 @@ class Plan:
             step_s=longest.step_s,
             moved_bytes=longest.moved_bytes,
         )
+
+    @property
+    def longest(self) -> GraphPlan:
+        """The graph with the longest step."""
+        return max(self.graphs.values(), key=lambda graph: graph.predicted.step_s or 0.0)
+
+    @property
+    def physical_limit_s(self) -> float | None:
+        """Seconds that no schedule of the longest step's work goes below (`account.limits`); None in plans without reasons."""
+        return None if self.longest.reasons is None else self.longest.reasons.physical_limit_s
 
     @property
     def decisions(self) -> tuple[Decision, ...]:

@@ -55,6 +55,11 @@ class Reasons:
     largest: tuple[tuple[str, int], ...]
     tried: tuple[Tried, ...]
 
+    @property
+    def physical_limit_s(self) -> float:
+        """The longest of the limit's terms that are known."""
+        return max((seconds for seconds in self.limit_s.values() if seconds is not None), default=0.0)
+
     def to_dict(self) -> dict[str, object]:
         """JSON values, with the version of their form."""
         return {"version": VERSION, **asdict(self)}

@@ -146,7 +146,7 @@ def _numbers(plan: Plan, n_tokens: int, plan_s: float) -> dict[str, object]:
     return {
         "fits": True, "device_peak_bytes": predicted.device_peak_bytes, "host_peak_bytes": predicted.host_peak_bytes,
         "step_s": predicted.step_s, "tokens_per_s": tokens_per_s(n_tokens, predicted.step_s),
-        "n_decisions": len(plan.decisions), "plan_s": plan_s,
+        "n_decisions": len(plan.decisions), "plan_s": plan_s, "physical_limit_s": plan.physical_limit_s,
     }
 
 

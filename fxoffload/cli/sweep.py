@@ -52,13 +52,14 @@ def _counter(bar: Progress) -> Callable[[Row, int], None]:
 
 
 def _print(rows: Sequence[Row]) -> None:
+    from rich import box
     from rich.console import Console
     from rich.table import Table
 
     from fxoffload.report.pareto import numbers
     from fxoffload.sizes import format_bytes
 
-    table = Table("machine", "batch", "seq", "device budget", "device peak", "host peak", "step", "tokens/s")
+    table = Table("machine", "batch", "seq", "budget", "device peak", "host peak", "step", "tokens/s", box=box.SIMPLE_HEAD, pad_edge=False)
     for row in rows:
         table.add_row(row.machine, str(row.batch), str(row.sequence), format_bytes(row.device_budget_bytes), *numbers(row))
     Console().print(table)

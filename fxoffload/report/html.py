@@ -58,6 +58,7 @@ def page_data(report: Report) -> dict[str, object]:
 def _plan_data(plan: Plan) -> dict[str, object]:
     graphs = [
         {"label": g.label, "predicted": asdict(g.predicted) | {"moved_bytes": dict(g.predicted.moved_bytes)}, "saved": len(g.saved),
+         "limit_s": None if g.reasons is None else g.reasons.physical_limit_s,
          "decisions": [_decision_row(d) for d in g.decisions]}
         for g in plan.graphs.values()
     ]

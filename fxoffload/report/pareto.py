@@ -101,7 +101,7 @@ class _Panel:
             at = f"{self.y(seconds):.1f}"
             yield f'<line class="grid" x1="{LEFT}" x2="{self.width - RIGHT}" y1="{at}" y2="{at}"/><text x="{LEFT - 8}" y="{self.y(seconds) + 4:.1f}" text-anchor="end">{seconds:g} s</text>'
         if any(not row.fits for row in self.rows):
-            yield f'<text x="{LEFT}" y="{TOP - 16}">x: does not fit</text>'
+            yield f'<text x="{LEFT}" y="{TOP - 16}">\u00d7 does not fit</text>'
         last = -math.inf
         for budget in sorted({row.device_budget_bytes for row in self.rows}):
             if self.x(budget) - last >= 62:  # a label is about so wide
