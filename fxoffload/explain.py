@@ -66,8 +66,8 @@ def _channels(reasons: Reasons, step_s: float) -> Iterator[str]:
         return
     first, *others = sorted(reasons.critical_s, key=lambda name: (-reasons.critical_s[name], name))
     shares = {name: reasons.critical_s[name] / step_s for name in (first, *others)}
-    path = ", ".join([f"{shares[first]:.0%} of the step", *(f"{name} {shares[name]:.0%}" for name in others if shares[name] >= _SHOWN_SHARE)])
-    yield f"critical: {_CHANNELS.get(first, first)}, {path}"
+    shown = [f"{name} {shares[name]:.0%}" for name in others if shares[name] >= _SHOWN_SHARE]
+    yield ", ".join([f"critical: {_CHANNELS.get(first, first)}, {shares[first]:.0%} of the step", *shown])
     idle = ", ".join(f"{name} {max(0.0, 1 - busy / step_s):.0%}" for name, busy in reasons.busy_s.items())
     yield f"idle: {idle}"
     if reasons.stalled_s:
@@ -105,7 +105,8 @@ def _told(group: Sequence[Tried], best: Tried | None) -> str:
     if fits:
         one = min(fits, key=lambda one: one.step_s or 0.0)
         mark = " (chosen)" if one is best else ""
-        return f"{recipe}, {format_bytes(one.resident_bytes)} resident: {_seconds(one.step_s)}, live peak {format_bytes(one.peak_bytes)}{mark}"
+        what = f"{recipe}, {format_bytes(one.resident_bytes)} resident"
+        return f"{what}: {_seconds(one.step_s)}, live peak {format_bytes(one.peak_bytes)}{mark}"
     nearest = min(group, key=lambda one: one.shortfall_bytes)
     if nearest.shortfall_bytes:
         return f"{recipe}: refused, {format_bytes(nearest.shortfall_bytes)} short with {format_bytes(nearest.resident_bytes)} resident"
@@ -115,7 +116,8 @@ def _told(group: Sequence[Tried], best: Tried | None) -> str:
 def _gains(gains: Sequence[Gain], step_s: float | None) -> Iterator[str]:
     for gain in gains:
         saved = 0.0 if step_s is None else step_s - gain.step_s
-        yield f"one more {gain.of}: " + (f"{_seconds(gain.step_s)}, {saved / step_s:.1%} less" if step_s and saved > 0 else "nothing faster found")
+        told = f"{_seconds(gain.step_s)}, {saved / step_s:.1%} less" if step_s and saved > 0 else "nothing faster found"
+        yield f"one more {gain.of}: {told}"
 
 
 def _seconds(seconds: float | None) -> str:

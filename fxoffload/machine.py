@@ -116,7 +116,8 @@ def machine_from(raw: object, source: str) -> Machine:
     section.end()
     taken = machine.overhead_bytes + (machine.context_bytes or 0)
     if machine.device_capacity_bytes is not None and taken >= machine.device_capacity_bytes:
-        raise ValueError(f"{source}: overhead_bytes and context_bytes leave nothing of device_capacity_bytes, {machine.device_capacity_bytes}")
+        raise ValueError(
+            f"{source}: overhead_bytes and context_bytes leave nothing of device_capacity_bytes, {machine.device_capacity_bytes}")
     return machine
 
 

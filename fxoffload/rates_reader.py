@@ -57,7 +57,8 @@ class Section:
         """Bytes, FLOPs or parameters per second. Refuses what can only be in another unit."""
         value, (least, most) = self.number(name), _RATES
         if not least <= value <= most:
-            raise ValueError(f"{self.path(name)}: {value:g} per second is no rate in bytes, FLOPs or parameters per second ({least:g} to {most:g})")
+            limits = f"{least:g} to {most:g}"
+            raise ValueError(f"{self.path(name)}: {value:g} per second is no rate in bytes, FLOPs or parameters per second ({limits})")
         return value
 
     def start_s(self, name: str, above: bool = True) -> float:

@@ -40,9 +40,10 @@ class Gain:
 class Reasons:
     """One lowered graph, accounted for.
 
-    `busy_s`: seconds that each channel works. `critical_s`: seconds per channel on the path that ends the step; "issue" is the
-    host's issuing of ops. `stalled_s`: compute waiting for copies, the longest time, `longest_stall_s`, at `stall_node`. `limit_s`: the terms of the
-    physical limit (`account.limits`). `optimizer_s`: of a step after backward, None where unknown. `largest`: values alive at the peak.
+    `busy_s`: seconds that each channel works. `critical_s`: seconds per channel on the path that ends the step; "issue" is the host's
+    issuing of ops. `stalled_s`: compute waiting for copies, the longest time, `longest_stall_s`, at `stall_node`. `limit_s`: the terms
+    of the physical limit (`account.limits`). `optimizer_s`: of a step after backward, None where unknown. `largest`: values alive at
+    the peak.
     """
 
     busy_s: Mapping[str, float]

@@ -77,5 +77,5 @@ def with_faster_h2d(machine: Machine, bytes_per_s: float) -> Machine:
         points = tuple((size, curve.latency_s + (seconds - curve.latency_s) * share) for size, seconds in curve.points)
         return Curve(curve.latency_s, curve.per_s + bytes_per_s, points)
 
-    transfers = machine.transfers
-    return replace(machine, transfers=replace(transfers, h2d_pinned=faster(transfers.h2d_pinned), h2d_pageable=faster(transfers.h2d_pageable)))
+    now = machine.transfers
+    return replace(machine, transfers=replace(now, h2d_pinned=faster(now.h2d_pinned), h2d_pageable=faster(now.h2d_pageable)))

@@ -106,8 +106,8 @@ def test_the_page_loads_nothing_and_says_why_each_point_was_refused(tmp_path: Pa
 
 def test_the_command_prints_the_table_and_writes_the_rows_and_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     FAMILIES["llama"]().model.config.save_pretrained(tmp_path)
-    words = ["plan", "--model", str(tmp_path), "--batch", "1,2", "--seq", "16", "--device-budget", "10KiB,1GiB", "--machine", "cpu", "--sweep",
-             "--json", str(tmp_path / "s.json"), "--html", str(tmp_path / "s.html")]
+    words = ["plan", "--model", str(tmp_path), "--batch", "1,2", "--seq", "16", "--device-budget", "10KiB,1GiB", "--machine", "cpu",
+             "--sweep", "--json", str(tmp_path / "s.json"), "--html", str(tmp_path / "s.html")]
     assert cli.main(words) == 0
     rows = json.loads((tmp_path / "s.json").read_text())["rows"]
     assert [(r["batch"], r["fits"]) for r in rows] == [(1, False), (1, True), (2, False), (2, True)]

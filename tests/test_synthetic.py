@@ -16,7 +16,8 @@ from fxoffload.dry import sample_batch
 
 pytestmark = pytest.mark.integration
 
-SIGLIP = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, image_size=16, patch_size=4, vision_use_head=False)
+TOWER = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
+SIGLIP = TOWER | dict(image_size=16, patch_size=4, vision_use_head=False)
 LLAMA = {k: v for k, v in zoo._SIZES.items() if k != "head_dim"}
 
 
@@ -41,8 +42,9 @@ def paligemma() -> nn.Module:
 
 
 def internvl() -> nn.Module:
-    vision = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, image_size=[16, 16], patch_size=[4, 4])
-    return tf.InternVLForConditionalGeneration(tf.InternVLConfig(text_config=tf.Qwen2Config(**LLAMA), vision_config=vision, image_token_id=5)).train()
+    vision = TOWER | dict(image_size=[16, 16], patch_size=[4, 4])
+    config = tf.InternVLConfig(text_config=tf.Qwen2Config(**LLAMA), vision_config=vision, image_token_id=5)
+    return tf.InternVLForConditionalGeneration(config).train()
 
 
 TOWERS = {"llava": (llava, 4), "gemma3": (gemma3, 4), "paligemma": (paligemma, 16), "internvl": (internvl, 4)}
@@ -79,7 +81,8 @@ def test_a_plan_from_text_has_the_vision_tower_in_it(batch: Any, caplog: pytest.
         plan = fxoffload.plan(llava(), batch, device_budget="400KiB", machine="cpu")
     assert "no pixel_values" in caplog.text
     assert "vision_tower" in names_in(plan)
-    with_pictures = fxoffload.plan(llava(), {k: v for k, v in zoo.llava().batch.items() if k != "attention_mask"}, device_budget="400KiB", machine="cpu")
+    pictures = {k: v for k, v in zoo.llava().batch.items() if k != "attention_mask"}
+    with_pictures = fxoffload.plan(llava(), pictures, device_budget="400KiB", machine="cpu")
     assert plan.predicted == with_pictures.predicted
 
 
@@ -100,7 +103,8 @@ def test_rows_too_short_for_an_image_are_planned_as_text_and_say_so(caplog: pyte
 def test_a_family_whose_images_are_not_known_says_that_its_tower_is_not_planned(caplog: pytest.LogCaptureFixture) -> None:
     vision = dict(depth=1, embed_dim=32, hidden_size=64, num_heads=4, patch_size=4)
     rope = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10000.0}
-    model = tf.Qwen2VLForConditionalGeneration(tf.Qwen2VLConfig(text_config={**LLAMA, "rope_parameters": rope}, vision_config=vision)).train()
+    config = tf.Qwen2VLConfig(text_config={**LLAMA, "rope_parameters": rope}, vision_config=vision)
+    model = tf.Qwen2VLForConditionalGeneration(config).train()
     with caplog.at_level(logging.WARNING, "fxoffload"):
         plan = fxoffload.plan(model, (2, 16), device_budget="1GiB", machine="cpu")
     assert "qwen2_vl looks like is not known here: its vision tower is not in the plan" in caplog.text

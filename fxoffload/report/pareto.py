@@ -41,9 +41,11 @@ def svg(rows: Sequence[Row]) -> str:
     total = 30 + height * -(-len(shapes) // n_columns)
     parts = list(_legend(machines))
     for i, shape in enumerate(shapes):
-        panel = _Panel(width, height, tuple(machines), tuple(row for row in rows if (row.batch, row.sequence) == shape), _budget_range(rows))
-        parts.append(f'<g transform="translate({i % n_columns * width},{30 + i // n_columns * height})">{"".join(panel.parts())}</g>')
-    return f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {total}" role="img" aria-label="Step seconds against device budget">{"".join(parts)}</svg>'
+        mine = tuple(row for row in rows if (row.batch, row.sequence) == shape)
+        panel = "".join(_Panel(width, height, tuple(machines), mine, _budget_range(rows)).parts())
+        parts.append(f'<g transform="translate({i % n_columns * width},{30 + i // n_columns * height})">{panel}</g>')
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {total}" role="img"'
+    return f'{head} aria-label="Step seconds against device budget">{"".join(parts)}</svg>'
 
 
 def _budget_range(rows: Sequence[Row]) -> tuple[float, float]:
@@ -55,7 +57,8 @@ def _budget_range(rows: Sequence[Row]) -> tuple[float, float]:
 def _legend(machines: Sequence[str]) -> Iterator[str]:
     left = 20.0
     for number, name in enumerate(machines):
-        yield f'<line x1="{left:.0f}" x2="{left + 22:.0f}" y1="16" y2="16" {_stroke(number)}/><text x="{left + 28:.0f}" y="20">{escape(name)}</text>'
+        yield f'<line x1="{left:.0f}" x2="{left + 22:.0f}" y1="16" y2="16" {_stroke(number)}/>'
+        yield f'<text x="{left + 28:.0f}" y="20">{escape(name)}</text>'
         left += 52 + 7.5 * len(name)
 
 
@@ -94,12 +97,14 @@ class _Panel:
         yield f'<text class="t" x="{LEFT}" y="24">batch {one.batch} x sequence {one.sequence}</text>'
         yield from self._grid()
         for number, machine in enumerate(self.machines):
-            yield from self._line(number, sorted((row for row in self.rows if row.machine == machine), key=lambda row: row.device_budget_bytes))
+            mine = [row for row in self.rows if row.machine == machine]
+            yield from self._line(number, sorted(mine, key=lambda row: row.device_budget_bytes))
 
     def _grid(self) -> Iterator[str]:
         for seconds in _levels(self.top_s):
             at = f"{self.y(seconds):.1f}"
-            yield f'<line class="grid" x1="{LEFT}" x2="{self.width - RIGHT}" y1="{at}" y2="{at}"/><text x="{LEFT - 8}" y="{self.y(seconds) + 4:.1f}" text-anchor="end">{seconds:g} s</text>'
+            yield f'<line class="grid" x1="{LEFT}" x2="{self.width - RIGHT}" y1="{at}" y2="{at}"/>'
+            yield f'<text x="{LEFT - 8}" y="{self.y(seconds) + 4:.1f}" text-anchor="end">{seconds:g} s</text>'
         if any(not row.fits for row in self.rows):
             yield f'<text x="{LEFT}" y="{TOP - 16}">\u00d7 does not fit</text>'
         last = -math.inf
@@ -117,7 +122,8 @@ class _Panel:
         for row in rows:
             x, told = self.x(row.device_budget_bytes), f"<title>{escape(_words(row))}</title>"
             if row in fits:
-                yield f'<circle cx="{x:.1f}" cy="{self.y(row.step_s or 0.0):.1f}" r="4" fill="{_COLOURS[number % len(_COLOURS)]}">{told}</circle>'
+                fill = _COLOURS[number % len(_COLOURS)]
+                yield f'<circle cx="{x:.1f}" cy="{self.y(row.step_s or 0.0):.1f}" r="4" fill="{fill}">{told}</circle>'
             else:
                 y = TOP + _MARK_STEP * number
                 yield f'<path d="M{x - 4:.1f} {y - 4}l8 8m0 -8l-8 8" {_stroke(number)}>{told}</path>'
@@ -148,4 +154,5 @@ def numbers(row: Row) -> list[str]:
     if not row.fits:
         return ["does not fit" if row.shortfall_bytes is None else f"{format_bytes(row.shortfall_bytes)} short", "", "", ""]
     step = "?" if row.step_s is None else f"{row.step_s:.4f} s"
-    return [format_bytes(row.device_peak_bytes), format_bytes(row.host_peak_bytes), step, "?" if row.tokens_per_s is None else f"{row.tokens_per_s:.0f}"]
+    rate = "?" if row.tokens_per_s is None else f"{row.tokens_per_s:.0f}"
+    return [format_bytes(row.device_peak_bytes), format_bytes(row.host_peak_bytes), step, rate]
