@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
 import torch.fx as fx
@@ -39,7 +39,7 @@ def critical_s(schedule: Timeline) -> dict[str, float]:
     ending: dict[float, list[Span]] = {}
     for span in schedule.spans:
         ending.setdefault(span.end_s, []).append(span)
-    found: Counter[str] = Counter()
+    found: dict[str, float] = defaultdict(float)
     channel, at_s = Channel.COMPUTE, schedule.end_s
     while at_s in ending:
         span = min(ending.pop(at_s), key=lambda one: one.channel is not channel)

@@ -56,7 +56,7 @@ def run(
     """Plan a fine-tune: no weights, no accelerator needed."""
     if load_in is not None and lora is None:
         raise ValueError("--load-in: a quantized base is frozen, so something else must train; add --lora r=16")
-    axes = {
+    axes: dict[str, Any] = {
         "batch": batch, "sequence": seq, "device_budget": device_budget.split(","), "machine": (machine or "h200").split(","),
     }
     _check_budgets(device_budget.split(","), sweep)

@@ -15,8 +15,7 @@ if TYPE_CHECKING:
 
 
 def run_sweep(
-    config: transformers.PretrainedConfig, axes: Mapping[str, Sequence[int] | Sequence[str]], options: Mapping[str, Any], json: Path | None,
-    html: Path | None,
+    config: transformers.PretrainedConfig, axes: Mapping[str, Any], options: Mapping[str, Any], json: Path | None, html: Path | None,
 ) -> int:
     """Prints the table of `fxoffload.sweep` over `axes` and writes it where asked. 0, or 1 when no point fits."""
     import fxoffload

@@ -26,7 +26,7 @@ def sample_of(model: nn.Module, batch: int, sequence: int) -> dict[str, torch.Te
     main = getattr(_inner(model), "main_input_name", "input_ids")
     if main == "input_ids":
         return with_images(model, {"input_ids": ids, "labels": ids.clone()})
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     if main == "input_features" and hasattr(config, "num_mel_bins") and hasattr(config, "max_source_positions"):
         # two frames for each position: the second of Whisper's two convolutions has stride 2
         return {"input_features": torch.zeros(batch, config.num_mel_bins, 2 * config.max_source_positions), "labels": ids}
@@ -40,7 +40,7 @@ def with_images(model: nn.Module, batch: Any) -> Any:
 
     A warning says which of the two the plan is made from.
     """
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     if not _lacks_images(model, config, batch):
         return batch
     n_tokens = _IMAGE_TOKENS.get(config.model_type, _unknown)(config)
