@@ -10,6 +10,7 @@ from importlib import resources
 
 import pytest
 import torch
+import torch.fx as fx
 from zoo import FAMILIES
 
 from fxoffload import ops, text
