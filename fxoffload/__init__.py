@@ -15,17 +15,18 @@ if TYPE_CHECKING:
     from .pins import pin
     from .pipeline import Context, Pass, Pipeline, get_pass, parse_pipeline
     from .plans import Plan
+    from .sweeps import sweep
 
 # Names load on first use: importing torch takes seconds that `fxoffload --help` should not.
 _HOMES = {
     "compile": "api", "plan": "api", "PlanError": "errors", "VerifyError": "errors", "from_pretrained": "loading", "pin": "pins",
     "Plan": "plans", "Context": "pipeline", "Pass": "pipeline", "Pipeline": "pipeline", "get_pass": "pipeline",
-    "parse_pipeline": "pipeline",
+    "parse_pipeline": "pipeline", "sweep": "sweeps",
 }
 
 __all__ = [
     "Context", "Pass", "Pipeline", "Plan", "PlanError", "VerifyError", "compile", "from_pretrained", "get_pass", "parse_pipeline", "pin",
-    "plan",
+    "plan", "sweep",
 ]
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,11 @@ import torch
 from torch import nn
 
 from .capture import batch_tensors
-from .dry import model_without_weights, sample_batch
+from .dry import is_shape, model_without_weights, sample_batch
+from .errors import PlanError
 from .free import device_bytes, host_bytes
 from .heap import heap_at_rest, sweep
+from .integrations.synthetic import with_images
 from .machine import Machine, default_machine, load_machine
 from .optimizer_states import optimizer_states
 from .pins import Pin
@@ -21,7 +24,7 @@ from .plans import Plan
 from .router import DIMENSIONS
 from .session import Options, Session
 from .sharing import shared_outside
-from .sizes import parse_bytes
+from .sizes import parse_budget, parse_bytes
 from .swapped import HOME
 
 
@@ -52,7 +55,8 @@ def compile(
     `batch` is one sample (mapping, tuple or tensor); its sizes, or `max_shape` ({"batch": n, "sequence": n}), are the largest the
     plan is made for. `device_budget` is bytes, text like "24GiB", or "auto" (what is free now, less what libraries keep); `host_budget`
     None is what the machine has free less a sixteenth of its memory. `optimizer` is transformers' name of one, a class, an instance
-    or None: its states are planned. `model.fxoffload` then has the plan, the lowered graphs, the report and `close()`. Raises
+    or None: its states are planned. Of a model with a vision tower that is given text alone, a step with
+    synthetic images is planned too, with a warning. `model.fxoffload` then has the plan, the lowered graphs, the report and `close()`. Raises
     ValueError for a bad argument and PlanError when a budget cannot be met, before anything runs; the model is then as it was.
     """
     target = with_index(device)
@@ -69,16 +73,20 @@ def compile(
         dump_dir=None if dump_dir is None else Path(dump_dir), max_shape=_shape_maxima(max_shape), pins=_pins(pins),
         states=optimizer_states(optimizer),
     )
-    args, kwargs = as_call(batch)
+    samples = [as_call(batch)]
     known = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
     if known is not None and not isinstance(known, Plan):
         raise ValueError(f"plan: expected a Plan or a path, got {type(known).__name__}")
+    pictured = with_images(model, batch)
+    if pictured is not batch and replan:  # first: it needs more than text alone, and where parameters reside is decided once
+        samples.insert(0, as_call(pictured))
     with ExitStack() as undo:
         session = Session(model, options, chosen, known)
         undo.callback(session.close)
         session.places.settle_constants()
         with heap_at_rest():
-            session.router.capture(args, kwargs)
+            for args, kwargs in samples:
+                session.router.capture(args, kwargs)
         sweep()
         session.settle()
         undo.pop_all()
@@ -102,35 +110,88 @@ def plan(
     pins: Sequence[Pin] = (),
     dump_dir: str | Path | None = None,
     report: str | Path | None = None,
+    explain: bool = False,
 ) -> Plan:
     """The Plan of one training step, made with no accelerator and no weights.
 
     `model_or_config`: a module (left equal in every attribute), a transformers config, a model folder or a bare config.json.
     `batch_or_spec`: a sample batch, a mapping of name to (shape, dtype), or (batch, sequence). `lora` and `quantization` are PEFT's and
-    transformers' own configs; of the latter, bitsandbytes in 4 and 8 bits. `report`: a file for the page with the memory timeline. Raises
+    transformers' own configs; of the latter, bitsandbytes in 4 and 8 bits. `report`: a file for the page with the memory timeline. `explain`
+    also plans with one more GiB of device and host memory and one more GB/s to the device, for `Plan.explain`, and what does not fit
+    with the changes that its PlanError then names (`remedies`): some searches more, a capture more for each smaller batch. Raises
     PlanError when it does not fit and ValueError for a bad argument.
     """
-    _check_choices(outputs=outputs, numerics=numerics)
     chosen = load_machine(machine) if machine is not None else load_machine("h200")
     model = model_without_weights(model_or_config, lora, quantization)
-    _check_model(model, planning=True)
-    options = Options(
-        device=torch.device("cpu"),
-        device_budget_bytes=parse_bytes(device_budget, "device_budget"),
-        host_budget_bytes=None if host_budget is None else parse_bytes(host_budget, "host_budget"),
-        disk_budget_bytes=parse_bytes(disk_budget, "disk_budget"),
-        pin_memory=chosen.device_type == "cuda", outputs=outputs, numerics=numerics,
-        dump_dir=None if dump_dir is None else Path(dump_dir), max_shape=_shape_maxima(max_shape), pins=_pins(pins),
-        states=optimizer_states(optimizer), planning_only=True,
-    )
-    with closing(Session(model, options, chosen, None)) as session:
-        args, kwargs = as_call(sample_batch(batch_or_spec, model))
-        with heap_at_rest():
-            session.router.capture(args, kwargs)
+    options = planning_options(
+        model, chosen, device_budget, host_budget, disk_budget, optimizer, outputs, max_shape, numerics, pins, dump_dir)
+    with captured(model, batch_or_spec, options, chosen) as session:
+        try:
+            session.lower_captured()
+        except PlanError as error:
+            if not explain or error.shortfall_bytes is None:
+                raise
+            raise _with_remedies(error, session, batch_or_spec) from None
         assert session.plan is not None
         if report is not None:
             session.report(report)
-        return session.plan
+        return replace(session.plan, gains=session.study.gains(session.plan)) if explain else session.plan
+
+
+def planning_options(
+    model: Any, machine: Machine, device_budget: int | str, host_budget: int | str | None, disk_budget: int | str, optimizer: Any,
+    outputs: str, max_shape: Mapping[str, int] | None, numerics: str, pins: Sequence[Pin], dump_dir: str | Path | None = None,
+) -> Options:
+    """The Options of a Session that only plans. Raises ValueError for a bad argument."""
+    _check_choices(outputs=outputs, numerics=numerics)
+    _check_model(model, planning=True)
+    return Options(
+        device=torch.device("cpu"),
+        device_budget_bytes=parse_budget(device_budget, "device_budget"),
+        host_budget_bytes=None if host_budget is None else parse_bytes(host_budget, "host_budget"),
+        disk_budget_bytes=parse_bytes(disk_budget, "disk_budget"),
+        pin_memory=machine.device_type == "cuda", outputs=outputs, numerics=numerics,
+        dump_dir=None if dump_dir is None else Path(dump_dir), max_shape=_shape_maxima(max_shape), pins=_pins(pins),
+        states=optimizer_states(optimizer), planning_only=True,
+    )
+
+
+@contextmanager
+def captured(model: nn.Module, batch_or_spec: Any, options: Options, machine: Machine) -> Iterator[Session]:
+    """A Session that has captured the step of a batch and planned nothing yet; the model is as it was afterwards."""
+    with closing(Session(model, options, machine, None)) as session:
+        args, kwargs = as_call(sample_batch(batch_or_spec, model))
+        with heap_at_rest():
+            session.router.capture(args, kwargs)
+        yield session
+
+
+def _with_remedies(error: PlanError, session: Session, batch_or_spec: Any) -> PlanError:
+    """The refusal with what would make it a plan: larger budgets, and of a (batch, sequence) the largest half of it that fits."""
+    remedies = session.study.remedies(error)
+    session.close()
+    for shape in halves(batch_or_spec):
+        try:
+            with captured(session.model, shape, session.options, session.machine) as smaller:
+                plan = smaller.study.plan()
+        except (PlanError, ValueError):  # it does not fit either, or is no shape that this model takes
+            continue
+        remedies.append(f"batch {shape[0]} x {shape[1]} (step {plan.predicted.step_s or 0.0:.4f} s)")
+        break
+    told = "; or ".join(remedies) if remedies else "nothing that was tried"
+    return PlanError(f"{error} What would do: {told}.", error.shortfall_bytes, tuple(remedies))
+
+
+def halves(shape: Any) -> list[tuple[int, int]]:
+    """Smaller shapes of a (batch, sequence) to try, the largest first: the batch in halves, then the sequence; none of anything else."""
+    if not is_shape(shape):
+        return []
+    batch, sequence = shape
+    found = []
+    while batch > 1 or sequence > 1:
+        batch, sequence = (batch // 2, sequence) if batch > 1 else (1, sequence // 2)
+        found.append((batch, sequence))
+    return found
 
 
 def as_call(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .integrations import bitsandbytes
+from .integrations import bitsandbytes, synthetic
 
 
 def model_without_weights(model_or_config: Any, lora: Any = None, quantization: Any = None) -> nn.Module:
@@ -85,13 +85,23 @@ def _config(source: Any) -> Any:
 
 
 def sample_batch(batch_or_spec: Any, model: nn.Module) -> Any:
-    """A batch to trace with: the given one, zeros for a mapping of (shape, dtype), tokens and labels for (batch, sequence)."""
-    if isinstance(batch_or_spec, tuple) and len(batch_or_spec) == 2 and all(isinstance(n, int) for n in batch_or_spec):
-        ids = torch.zeros(batch_or_spec, dtype=torch.int64)
-        return {"input_ids": ids, "labels": ids.clone()}
+    """A batch to trace with: the given one, zeros for a mapping of (shape, dtype), synthetic inputs for (batch, sequence).
+
+    Text alone gets synthetic images where the model has a vision tower (`integrations.synthetic`).
+    """
+    if is_shape(batch_or_spec):
+        if min(batch_or_spec) < 1:
+            raise ValueError(f"batch: (batch, sequence) must be positive, got {batch_or_spec}")
+        return synthetic.sample_of(model, *batch_or_spec)
     if isinstance(batch_or_spec, Mapping) and all(_is_spec(v) for v in batch_or_spec.values()):
-        return {name: torch.zeros(tuple(shape), dtype=_dtype(dtype, "batch")) for name, (shape, dtype) in batch_or_spec.items()}
-    return batch_or_spec
+        zeros = {name: torch.zeros(tuple(shape), dtype=_dtype(dtype, "batch")) for name, (shape, dtype) in batch_or_spec.items()}
+        return synthetic.with_images(model, zeros)
+    return synthetic.with_images(model, batch_or_spec)
+
+
+def is_shape(batch_or_spec: Any) -> bool:
+    """Whether it is a (batch, sequence)."""
+    return isinstance(batch_or_spec, tuple) and len(batch_or_spec) == 2 and all(type(n) is int for n in batch_or_spec)
 
 
 def _is_spec(value: Any) -> bool:

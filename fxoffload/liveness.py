@@ -7,8 +7,9 @@ is a new one. The unit of bytes is the Storage at the Bounds, so a plan made her
 from __future__ import annotations
 
 import functools
+import heapq
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from itertools import accumulate
@@ -278,3 +279,26 @@ def live_curve(live: Liveness, tier: Tier = Tier.DEVICE, workspace: Callable[[fx
         deltas[Kind.OTHER][i + 1] -= n_bytes
     by_kind = {kind: tuple(accumulate(delta[:n])) for kind, delta in deltas.items()}
     return LiveCurve(tuple(map(name_of, live.nodes)), tuple(map(sum, zip(*by_kind.values()))), by_kind)
+
+
+def largest_live(live: Liveness, indices: Iterable[int], n: int) -> dict[int, list[Storage]]:
+    """The `n` largest device Storages alive at each of the node indices, largest first."""
+    wanted = sorted(set(indices))
+    starts: dict[int, list[Storage]] = {}
+    ends: dict[int, list[Storage]] = {}
+    for storage, first in live.first.items():
+        if storage.tier is Tier.DEVICE:
+            starts.setdefault(0 if storage.is_input else first, []).append(storage)
+            if storage not in live.escapes:
+                ends.setdefault(live.last[storage], []).append(storage)
+    alive: dict[Storage, None] = {}
+    found: dict[int, list[Storage]] = {}
+    position = 0
+    for i in range(len(live.nodes)):
+        alive.update(dict.fromkeys(starts.get(i, ())))
+        if position < len(wanted) and wanted[position] == i:
+            found[i] = heapq.nlargest(n, alive, key=lambda s: (s.n_bytes, s.name))
+            position += 1
+        for storage in ends.get(i, ()):
+            alive.pop(storage, None)
+    return found

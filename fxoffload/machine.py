@@ -17,6 +17,8 @@ from .rates import AttentionRate, Contention, Curve, Host, MatrixRate, Measured,
 from .rates_reader import Section
 
 SCHEMA = 2
+# No card has less memory than this; a capacity below it is in GiB.
+_LEAST_CAPACITY_BYTES = 1 << 20
 # A SATA 3 disk's link, the slowest that a training host has; what an unmeasured disk is taken for.
 UNMEASURED_DISK_BYTES_PER_S = 6e8
 
@@ -81,6 +83,8 @@ def load_machine(machine: Machine | str | Path) -> Machine:
     """A Machine, a shipped name ("h200") or a JSON file. Raises ValueError naming the field that is missing or impossible."""
     if isinstance(machine, Machine):
         return machine
+    if not isinstance(machine, (str, Path)):
+        raise ValueError(f"machine: expected a Machine, a name or a path, got {type(machine).__name__}")
     shipped = resources.files("fxoffload.machines").joinpath(f"{machine}.json")
     if shipped.is_file():
         return machine_from(json.loads(shipped.read_text()), f"machine {machine!r}")
@@ -89,7 +93,7 @@ def load_machine(machine: Machine | str | Path) -> Machine:
         raise ValueError(f"machine: {str(machine)!r} is neither a file nor one of: {', '.join(shipped_machines())}")
     try:
         raw = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"machine: {path} is not JSON: {error}") from None
     return machine_from(raw, str(path))
 
@@ -110,6 +114,10 @@ def machine_from(raw: object, source: str) -> Machine:
     section.texts("errors")
     machine = _read(section)
     section.end()
+    taken = machine.overhead_bytes + (machine.context_bytes or 0)
+    if machine.device_capacity_bytes is not None and taken >= machine.device_capacity_bytes:
+        raise ValueError(
+            f"{source}: overhead_bytes and context_bytes leave nothing of device_capacity_bytes, {machine.device_capacity_bytes}")
     return machine
 
 
@@ -118,7 +126,7 @@ def _read(section: Section) -> Machine:
     rates = rates_reader.datasheet_rates(section) if datasheet else rates_reader.measured_rates(section)
     return Machine(
         name=section.text("name"), source=section.text("source"), datasheet=datasheet, measured=rates_reader.measured(section),
-        device_type=section.text("device_type"), device_capacity_bytes=section.maybe_whole("device_capacity_bytes"),
+        device_type=section.text("device_type"), device_capacity_bytes=section.maybe_whole("device_capacity_bytes", _LEAST_CAPACITY_BYTES),
         overlaps=section.flag("overlaps"), allocation_bytes=section.whole("allocation_bytes", 1), matrix=rates.matrix,
         attention=rates.attention, memory=rates.memory, transfers=rates.transfers, dispatch_s=rates.dispatch_s,
         contention=rates_reader.contention(section), optimizer_params_per_s=rates_reader.optimizers(section),

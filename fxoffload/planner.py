@@ -20,6 +20,7 @@ from .machine import Machine
 from .overlap import Rates, overlapped, schedule_s
 from .pipeline import Context, get_pass
 from .plans import Decision, GraphPlan, Prediction
+from .reasons import Tried
 from .simulate import Simulation, simulate
 from .sizes import format_bytes
 from .spill import Scan, Schedule
@@ -74,7 +75,7 @@ class Problem:
 class Solution:
     """The chosen residency and decisions, the lowered graph they give, and what the simulator says of it.
 
-    `estimated_s`: the seconds it was chosen for, before it was lowered.
+    `estimated_s`: the seconds it was chosen for, before it was lowered; `tried`: every candidate of the search.
     """
 
     resident: frozenset[str]
@@ -82,6 +83,7 @@ class Solution:
     lowered: fx.Graph
     simulation: Simulation
     estimated_s: float
+    tried: tuple[Tried, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +93,10 @@ class Recipe:
     keep: str
     blocks: int = -1
 
+    def __str__(self) -> str:
+        words = {"all": "saves everything", "costly": "computes cheap ops again"}
+        return words.get(self.keep, f"saves only what crosses blocks, in {self.blocks} of them")
+
 
 def solve(problem: Problem) -> Solution:
     """The fastest Solution found under the budget. Raises PlanError with the true shortfall when there is none."""
@@ -99,7 +105,7 @@ def solve(problem: Problem) -> Solution:
         search = _Search(problem, trained)
         search.run()
         if search.best is not None:
-            return _complete(problem, _refined(problem, search.best))
+            return replace(_complete(problem, _refined(problem, search.best)), tried=tuple(search.tried))
         nearest = search.short
     raise _refusal(problem, min(nearest, key=lambda c: c.found.shortfall_bytes))
 
@@ -111,6 +117,7 @@ class _Search:
         self.problem, self.trained = problem, trained
         self.best: _Candidate | None = None
         self.short: list[_Candidate] = []
+        self.tried: list[Tried] = []
 
     def run(self) -> None:
         """Saves all, then what is costly, then what crosses blocks in all blocks, half of them, and a quarter more or less."""
@@ -129,12 +136,15 @@ class _Search:
         the best plan is one of them now."""
         known = self.best
         recomputation = _recomputation(self.problem, recipe, self.trained)
-        if known is not None and sum(recomputation.rates.event_s) >= known.step_s:
+        compute_s = sum(recomputation.rates.event_s)
+        if known is not None and compute_s >= known.step_s:
+            self.tried.append(Tried(str(recipe), 0, compute_s, None))
             return False
         worse = 0
         before: float | None = None
         for resident in _residencies(self.problem, self.trained):
             candidate = _with_slack(self.problem, recomputation, resident)
+            self.tried.append(_told(self.problem, recipe, candidate))
             if candidate.found.shortfall_bytes:
                 self.short.append(candidate)
                 continue
@@ -145,6 +155,15 @@ class _Search:
             if worse == 2 or not candidate.found.loads:
                 break
         return self.best is not known
+
+
+def _told(problem: Problem, recipe: Recipe, candidate: _Candidate) -> Tried:
+    """The candidate as the plan's reasons tell it."""
+    resident_bytes = sum(problem.parameters[fqn].n_bytes for fqn in candidate.resident)
+    found = candidate.found
+    if found.shortfall_bytes:
+        return Tried(str(recipe), resident_bytes, None, None, found.shortfall_bytes)
+    return Tried(str(recipe), resident_bytes, candidate.step_s, found.peak_bytes + candidate.outside_bytes)
 
 
 # A trained parameter that resides keeps its gradient on the device when the caller accumulates, and has none there when he does not:

@@ -16,6 +16,7 @@ import torch.fx as fx
 from torch import nn
 
 from . import ops, text
+from .account import optimizer_step_s, reasons_of
 from .effects import Tier
 from .errors import PlanError
 from .footprint import Footprint
@@ -32,6 +33,7 @@ from .runtime.host_memory import whole_pages
 from .simulate import simulate
 from .sizes import format_bytes
 from .split import saved_names
+from .work import dtype_word
 from .workspace import Workspace
 
 log = logging.getLogger("fxoffload")
@@ -47,6 +49,23 @@ class Budgets:
     disk_bytes: int = 0
     pinned: bool = False
     host_named: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedStep:
+    """A canonical Step, its fingerprint and the largest value of each of its symbols: all that planning it again needs."""
+
+    graph: fx.Graph
+    fingerprint: str
+    bounds: Bounds
+
+    @staticmethod
+    def of(graph: fx.Graph, maxima: Mapping[str, tuple[int, ...]]) -> CapturedStep:
+        """`graph` in canonical form; `maxima`: the largest shapes of the batch by name."""
+        bounds = bounds_of(graph, maxima)
+        canonical = get_pass("canonicalize").run(graph, Context(bounds))
+        assert isinstance(canonical, fx.Graph)
+        return CapturedStep(canonical, text.fingerprint(canonical), bounds)
 
 
 @dataclass
@@ -107,14 +126,12 @@ class Planning:
 
     # Lowering a captured graph ----------------------------------------------------------------------------------------
 
-    def lower(self, graph: fx.Graph, maxima: Mapping[str, tuple[int, ...]]) -> tuple[str, fx.Graph]:
+    def lower(self, captured: CapturedStep) -> tuple[str, fx.Graph]:
         """The label and the lowered form of a captured Step under the plan, which this may extend.
 
         Raises PlanError when the budget, the plan or replan=False forbid it.
         """
-        context = self._context(graph, maxima)
-        graph = get_pass("canonicalize").run(graph, context)
-        fingerprint = text.fingerprint(graph)
+        graph, fingerprint, context = captured.graph, captured.fingerprint, self._context(captured.bounds)
         if self.plan is None or fingerprint not in self.plan.graphs:
             if self.plan is not None and not self.replan:
                 raise PlanError(f"the plan does not cover this graph (fingerprint {fingerprint[:12]}) and replan=False")
@@ -126,13 +143,19 @@ class Planning:
                 raise PlanError(f"at these sizes the plan needs {short} bytes more than device_budget, and replan=False", short)
             self._extend(graph, context, fingerprint)
             lowered = self._apply(graph, context, fingerprint)
-        values = disk_values_bytes(lowered, context.bounds)
-        self.disk_file_bytes = max(self.disk_file_bytes, self.parameters_on_disk_bytes(self.resident or frozenset()) + values)
-        self._check_disk()
+        self._check_disk(lowered, context.bounds)
         assert self.plan is not None
         known = self.plan.graphs[fingerprint]
         log.info("plan %s, graph %s: %s", self.plan.id, known.label, summary(known))
         return known.label, lowered
+
+    def decide(self, captured: CapturedStep) -> Plan:
+        """The plan of a captured Step, made and not applied: what `lower` would decide. Raises PlanError when there is none."""
+        context = self._context(captured.bounds)
+        solution = self._extend(captured.graph, context, captured.fingerprint)
+        self._check_disk(solution.lowered, context.bounds)
+        assert self.plan is not None
+        return self.plan
 
     def _shortfall(self, graph: fx.Graph, lowered: fx.Graph, context: Context) -> int:
         """Device bytes a lowered graph needs above the budget: a plan made for smaller sizes may not fit at these."""
@@ -155,8 +178,7 @@ class Planning:
             raise PlanError(f"{known.label}: the graph saves other values than the plan says: {sorted(set(saved) ^ set(known.saved))[:4]}")
         return lowered
 
-    def _context(self, graph: fx.Graph, maxima: Mapping[str, tuple[int, ...]]) -> Context:
-        bounds = bounds_of(graph, maxima)
+    def _context(self, bounds: Bounds) -> Context:
         # A plan made without the device speaks of the machine's.
         device_type = self.device.type if self.device.type != "cpu" else self.machine.device_type
         return Context(
@@ -169,18 +191,21 @@ class Planning:
 
     # Making plans -----------------------------------------------------------------------------------------------------
 
-    def _extend(self, graph: fx.Graph, context: Context, fingerprint: str) -> None:
+    def _extend(self, graph: fx.Graph, context: Context, fingerprint: str) -> Solution:
         if self.plan is None:
             for one in idle_pins(self.pins, value_names(graph, context.bounds), VALUE_PLACES):
                 raise PlanError(f"pin {one.pattern!r} to {one.place} matches no value of the sample's graph (dump_dir shows their names)")
         solution = self._solved(graph, pinned_values(self.pins, graph, context))
         label = self._label(graph)
-        graph_plan = GraphPlan(label, solution.decisions, saved_of(solution.lowered), self._prediction(solution))
+        reasons = reasons_of(
+            solution.lowered, solution.simulation, solution.tried, context.bounds, self.machine, self._optimizer_s(solution.resident))
+        graph_plan = GraphPlan(label, solution.decisions, saved_of(solution.lowered), self._prediction(solution), reasons)
         if self.plan is None:
             self.resident = solution.resident
             host = self.budgets.host_bytes if self.budgets.host_named else None
             self.plan = Plan(self.budgets.device_bytes, host, self.machine.name, self.numerics, self._residency(), {})
         self.plan = self.plan.with_graph(fingerprint, graph_plan)
+        return solution
 
     def _problem(self, graph: fx.Graph, context: Context) -> Problem:
         inputs = {info(n).fqn for n in graph.find_nodes(op="placeholder")}
@@ -270,7 +295,9 @@ class Planning:
                 f"states and swapped activations, with disk_budget of {format_bytes(self.budgets.disk_bytes)} used as far as it goes. "
                 "The missing bytes, or a larger disk_budget (with disk_dir), would help.", short)
 
-    def _check_disk(self) -> None:
+    def _check_disk(self, lowered: fx.Graph, bounds: Bounds) -> None:
+        values = disk_values_bytes(lowered, bounds)
+        self.disk_file_bytes = max(self.disk_file_bytes, self.parameters_on_disk_bytes(self.resident or frozenset()) + values)
         short = self.disk_file_bytes - self.budgets.disk_bytes
         if short > 0:
             raise PlanError(
@@ -295,6 +322,12 @@ class Planning:
         disk = sum(p.n_bytes + p.gradient_bytes for p in off if p.home is Tier.DISK) + simulation.disk_peak_bytes
         return Prediction(
             simulation.device_peak_bytes, host, disk, simulation.step_s, simulation.peak_node, simulation.moved_bytes)
+
+    def _optimizer_s(self, resident: frozenset[str]) -> float | None:
+        """Seconds of the optimizer's step, where each trained parameter lies."""
+        trained = ((n, p) for n, p in named_weights(self.model) if p.requires_grad)
+        return optimizer_step_s(
+            ((p.numel(), dtype_word(p.dtype), "device" if n in resident else "host") for n, p in trained), self.states, self.machine)
 
     def _residency(self) -> tuple[Reside, ...]:
         resident = self.resident or frozenset()

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from .effects import Tier
 from .errors import PlanError
-from .sizes import format_bytes
+from .explain import explanation
+from .reasons import Gain, Reasons, reasons_from
 
 SCHEMA = 2
 
@@ -90,17 +91,24 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True)
 class GraphPlan:
-    """Decisions for one Graph, the values its forward saves for backward, and its own prediction."""
+    """Decisions for one Graph, the values its forward saves for backward, and its own prediction.
+
+    `reasons`: what `Plan.explain` tells beyond them; None in plans written before there were any.
+    """
 
     label: str
     decisions: tuple[Decision, ...]
     saved: tuple[str, ...]
     predicted: Prediction
+    reasons: Reasons | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Residency of every parameter plus one GraphPlan per graph fingerprint. Immutable; `with_graph` makes a larger one."""
+    """Residency of every parameter plus one GraphPlan per graph fingerprint. Immutable; `with_graph` makes a larger one.
+
+    `gains`: what one more of a resource would give, where planning was asked to find out (`fxoffload.plan(explain=True)`).
+    """
 
     device_budget_bytes: int
     host_budget_bytes: int | None
@@ -109,13 +117,14 @@ class Plan:
     residency: tuple[Reside, ...]
     graphs: Mapping[str, GraphPlan]
     notes: tuple[str, ...] = ()
+    gains: tuple[Gain, ...] = ()
 
     @property
     def predicted(self) -> Prediction:
         """The worst of the graphs' predictions: highest peaks, longest step."""
         all_of = [graph.predicted for graph in self.graphs.values()]
         worst = max(all_of, key=lambda p: p.device_peak_bytes)
-        longest = max((p for p in all_of), key=lambda p: p.step_s or 0.0)
+        longest = self.longest.predicted
         return replace(
             worst,
             host_peak_bytes=max(p.host_peak_bytes for p in all_of),
@@ -123,6 +132,16 @@ class Plan:
             step_s=longest.step_s,
             moved_bytes=longest.moved_bytes,
         )
+
+    @property
+    def longest(self) -> GraphPlan:
+        """The graph with the longest step."""
+        return max(self.graphs.values(), key=lambda graph: graph.predicted.step_s or 0.0)
+
+    @property
+    def physical_limit_s(self) -> float | None:
+        """Seconds that no schedule of the longest step's work goes below (`account.limits`); None in plans without reasons."""
+        return None if self.longest.reasons is None else self.longest.reasons.physical_limit_s
 
     @property
     def decisions(self) -> tuple[Decision, ...]:
@@ -154,12 +173,15 @@ class Plan:
             "machine": self.machine,
             "numerics": self.numerics,
             "notes": list(self.notes),
+            "gains": [asdict(gain) for gain in self.gains],
         }
         lines = ["{"] + [f'  "{k}": {json.dumps(head[k])},' for k in sorted(head)]
         lines += ['  "residency": ['] + _rows(self.residency, "    ") + ["  ],", '  "graphs": {']
         for position, (fingerprint, graph) in enumerate(sorted(self.graphs.items())):
             lines += [f'    "{fingerprint}": {{', f'      "label": {json.dumps(graph.label)},']
             lines += [f'      "predicted": {json.dumps(asdict(graph.predicted), sort_keys=True)},']
+            if graph.reasons is not None:
+                lines += [f'      "reasons": {json.dumps(graph.reasons.to_dict(), sort_keys=True)},']
             lines += ['      "saved": ['] + _strings(graph.saved, "        ") + ["      ],"]
             lines += ['      "decisions": ['] + _rows(graph.decisions, "        ") + ["      ]"]
             lines += ["    }" + ("," if position + 1 < len(self.graphs) else "")]
@@ -191,18 +213,12 @@ class Plan:
         return "\n".join(lines + [f"+ {line.strip()}" for line in theirs if line not in new])
 
     def explain(self) -> str:
-        """The plan in a few lines for people."""
-        p, counts = self.predicted, self.count()
-        tiers = {tier: sum(r.n_bytes for r in self.residency if r.tier is tier) for tier in Tier}
-        lines = [
-            f"device peak {format_bytes(p.device_peak_bytes)} of {format_bytes(self.device_budget_bytes)} at {p.peak_node}",
-            f"host peak {format_bytes(p.host_peak_bytes)}, disk {format_bytes(p.disk_bytes)}",
-            "parameters: " + ", ".join(f"{tier} {format_bytes(n)}" for tier, n in tiers.items() if n),
-            "decisions: " + ", ".join(f"{kind} {n}" for kind, n in counts.items()),
-            "moved per step: " + (", ".join(f"{c} {format_bytes(n)}" for c, n in p.moved_bytes.items()) or "nothing"),
-            "step " + (f"{p.step_s:.4f} s" if p.step_s is not None else "unknown") + f" on {self.machine}",
-        ]
-        return "\n".join(lines + list(self.notes))
+        """The plan for people: what binds, the physical limit beside the prediction, what the search tried, what more would give.
+
+        A plan holds no graph, so all of this is data that was stored with the decisions (`GraphPlan.reasons`, `gains`); what an older
+        plan lacks is left out.
+        """
+        return explanation(self)
 
 
 def plan_from(raw: object, source: str) -> Plan:
@@ -212,7 +228,8 @@ def plan_from(raw: object, source: str) -> Plan:
     try:
         graphs = {
             fingerprint: GraphPlan(
-                g["label"], tuple(decision_from(d) for d in g["decisions"]), tuple(g["saved"]), Prediction(**g["predicted"])
+                g["label"], tuple(decision_from(d) for d in g["decisions"]), tuple(g["saved"]), Prediction(**g["predicted"]),
+                reasons_from(g.get("reasons")),
             )
             for fingerprint, g in raw["graphs"].items()
         }
@@ -221,7 +238,7 @@ def plan_from(raw: object, source: str) -> Plan:
             raise ValueError("residency holds something else than reside")
         return Plan(
             raw["device_budget_bytes"], raw["host_budget_bytes"], raw["machine"], raw["numerics"],
-            residency, graphs, tuple(raw["notes"]),  # type: ignore[arg-type]
+            residency, graphs, tuple(raw["notes"]), tuple(Gain(**gain) for gain in raw.get("gains", ())),  # type: ignore[arg-type]
         )
     except (KeyError, TypeError, ValueError) as error:
         raise PlanError(f"{source}: damaged plan: {error!r}") from None

@@ -13,6 +13,10 @@ T = TypeVar("T")
 _ABSENT = object()
 # The head dimension that a data sheet's attention rates are filed under; its rates hold for all.
 _ANY_HEAD_DIM = 128
+# Slow disks do 1e7 bytes and fast cards 1e16 FLOP per second, so what is outside these is in another unit (GB/s, TFLOP/s, ...).
+_RATES = (1e5, 1e18)
+# A kernel or copy that takes a second to start is one whose milliseconds or microseconds were written as seconds.
+_LONGEST_START_S = 1.0
 
 
 class Section:
@@ -49,6 +53,21 @@ class Section:
         """A finite number above `least` (or equal to it without `above`) and at most `most`."""
         return checked(self.take(name), self.path(name), least, above, most)
 
+    def rate(self, name: str) -> float:
+        """Bytes, FLOPs or parameters per second. Refuses what can only be in another unit."""
+        value, (least, most) = self.number(name), _RATES
+        if not least <= value <= most:
+            limits = f"{least:g} to {most:g}"
+            raise ValueError(f"{self.path(name)}: {value:g} per second is no rate in bytes, FLOPs or parameters per second ({limits})")
+        return value
+
+    def start_s(self, name: str, above: bool = True) -> float:
+        """Seconds that something takes to start. Refuses what can only be in another unit."""
+        value = self.number(name, above=above)
+        if value > _LONGEST_START_S:
+            raise ValueError(f"{self.path(name)}: {value:g} seconds are too many to start one op; is it in ms or us?")
+        return value
+
     def whole(self, name: str, least: int = 0) -> int:
         """A whole number of at least `least`."""
         value = self.take(name)
@@ -56,9 +75,9 @@ class Section:
             raise ValueError(f"{self.path(name)}: must be a whole number of at least {least}, got {value!r:.80}")
         return value
 
-    def maybe_whole(self, name: str) -> int | None:
-        """A whole number above zero, or None."""
-        return self.maybe(name, lambda name: self.whole(name, 1))
+    def maybe_whole(self, name: str, least: int = 1) -> int | None:
+        """A whole number of at least `least`, or None."""
+        return self.maybe(name, lambda name: self.whole(name, least))
 
     def text(self, name: str) -> str:
         """Text that is not empty."""
@@ -132,7 +151,7 @@ def measured_rates(section: Section) -> Rates:
     if unknown:
         raise ValueError(f"{section.path('memory')}.{unknown[0]}: unknown field")
     attention = section.maybe("attention", lambda name: tuple(_list(section.take(name), section.path(name), _attention)))
-    dispatch_s = section.maybe("dispatch_s", section.number)
+    dispatch_s = section.maybe("dispatch_s", section.start_s)
     return Rates(matrix, attention or (), memory, _transfers(section.section("transfers")), dispatch_s)
 
 
@@ -149,7 +168,7 @@ def _list(raw: object, where: str, read: Callable[[Section], T]) -> Iterable[T]:
 
 
 def _curve(section: Section) -> Curve:
-    latency_s, per_s = section.number("latency_s", above=False), section.number("per_s")
+    latency_s, per_s = section.start_s("latency_s", above=False), section.rate("per_s")
     sizes, seconds = section.maybe("sizes", section.take), section.maybe("seconds", section.take)
     points = _points(sizes or [], seconds or [], latency_s, section)
     section.end()
@@ -167,7 +186,7 @@ def _points(sizes: object, seconds: object, latency_s: float, section: Section) 
 
 
 def _matrix(section: Section) -> MatrixRate:
-    flops_per_s, latency_s = section.number("flops_per_s"), section.number("latency_s", above=False)
+    flops_per_s, latency_s = section.rate("flops_per_s"), section.start_s("latency_s", above=False)
     axes = [_axis(section.maybe(name, section.take) or [], section.path(name)) for name in ("m", "k", "n")]
     raw = section.maybe("seconds", section.take)
     seconds = _grid(raw, axes, section.path("seconds")) if raw is not None else ()
@@ -217,7 +236,7 @@ def _transfers(section: Section) -> Transfers:
     for channel in ("h2d", "d2h"):
         if curves[f"{channel}_pinned"] is None and curves[f"{channel}_pageable"] is None:
             raise ValueError(f"{section.path(channel)}_pageable: missing")
-    duplex = [section.maybe(f"duplex_{channel}_bytes_per_s", section.number) for channel in ("h2d", "d2h")]
+    duplex = [section.maybe(f"duplex_{channel}_bytes_per_s", section.rate) for channel in ("h2d", "d2h")]
     section.end()
     return Transfers(curves["h2d_pinned"], curves["h2d_pageable"], curves["d2h_pinned"], curves["d2h_pageable"], duplex[0], duplex[1])
 
@@ -250,7 +269,7 @@ def optimizers(section: Section) -> dict[str, dict[str, float]]:
         if place not in result:
             raise ValueError(f"{found.path(place)}: unknown field")  # type: ignore[union-attr]
         inner = found.section(place)  # type: ignore[union-attr]
-        rates = {kind: inner.maybe(kind, inner.number) for kind in inner.names()}
+        rates = {kind: inner.maybe(kind, inner.rate) for kind in inner.names()}
         result[place] = {kind: rate for kind, rate in rates.items() if rate is not None}
     return result
 
@@ -260,7 +279,7 @@ def host(section: Section) -> Host:
     found = section.maybe("host", section.section)
     if found is None:
         return Host()
-    values = [found.maybe(name, found.number) for name in ("pin_bytes_per_s", "disk_read_bytes_per_s", "disk_write_bytes_per_s")]
+    values = [found.maybe(name, found.rate) for name in ("pin_bytes_per_s", "disk_read_bytes_per_s", "disk_write_bytes_per_s")]
     found.end()
     return Host(*values)
 
@@ -271,18 +290,18 @@ def host(section: Section) -> Host:
 def datasheet_rates(section: Section) -> Rates:
     """Rates from a vendor's `peak` figures times the `prior`: the share of each that programs reach, and latencies."""
     peak, prior = section.section("peak"), section.section("prior")
-    launch_s, copy_s = prior.number("launch_s"), prior.number("transfer_s")
+    launch_s, copy_s = prior.start_s("launch_s"), prior.start_s("transfer_s")
     peaks, matrix_share = peak.section("flops_per_s"), _share(prior, "matrix")
-    flops = {dtype: peaks.number(dtype) for dtype in peaks.names()}
+    flops = {dtype: peaks.rate(dtype) for dtype in peaks.names()}
     if "fp32" not in flops:
         raise ValueError(f"{section.path('peak')}.flops_per_s.fp32: missing")
-    device_rate, link_rate = peak.number("device_bytes_per_s"), peak.number("link_bytes_per_s")
+    device_rate, link_rate = peak.rate("device_bytes_per_s"), peak.rate("link_bytes_per_s")
     shares = prior.section("memory")
     memory = {kind: Curve(launch_s, device_rate * _share(shares, kind)) for kind in MEMORY_KINDS}
     fastest = max(flops, key=lambda dtype: (flops[dtype], dtype))
     passes = [Curve(launch_s, flops[fastest] * _share(prior, name)) for name in ("attention_forward", "attention_backward")]
     pinned, pageable = (Curve(copy_s, link_rate * _share(prior, name)) for name in ("link_pinned", "link_pageable"))
-    dispatch_s = prior.number("dispatch_s")
+    dispatch_s = prior.start_s("dispatch_s")
     for read in (peaks, peak, shares, prior):
         read.end()
     matrix = {dtype: MatrixRate(rate * matrix_share, launch_s) for dtype, rate in flops.items()}

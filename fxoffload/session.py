@@ -21,7 +21,7 @@ from .machine import Machine
 from .neutral import neutralize
 from .optimizer_states import States
 from .pins import Pin
-from .planning import Budgets, Planning
+from .planning import Budgets, CapturedStep, Planning
 from .plans import Plan
 from .outputs import Writes, returns_shadows
 from .places import Places, moves_in_place
@@ -31,6 +31,7 @@ from .runtime.executor import boxed, compile_eager
 from .runtime.host_memory import HostMemory
 from .runtime.transfers import engine_for
 from .split import split
+from .study import Study
 from .swapped import ClassSwap, Home
 from .torch_compat import WeakBackend, allow_second_backward, aot_backend, written_inputs
 
@@ -64,11 +65,15 @@ class Options:
 
 
 class Session:
-    """See `fxoffload.compile`. `plan`: the Plan so far; `graphs`: lowered graphs by label."""
+    """See `fxoffload.compile`. `plan`: the Plan so far; `graphs`: lowered graphs by label.
+
+    A Session that only plans lowers nothing by itself: `captured` is what it was shown last, for `lower_captured` and `study.Study`.
+    """
 
     def __init__(self, model: nn.Module, options: Options, machine: Machine, plan: Plan | None) -> None:
         self.model, self.options, self.machine = model, options, machine
         self.graphs: dict[str, fx.Graph] = {}
+        self.captured: CapturedStep | None = None
         self.closed = False
         self.router = Router(self)
         self.places = Places(model, options.device)
@@ -155,14 +160,28 @@ class Session:
         return self.meter.watched(compile_eager(graph, self.engine, finishes, self.meter.observe), graph)
 
     def _lower(self, graph: fx.Graph) -> fx.Graph:
-        with heap_at_rest():
-            label, lowered = self.planning.lower(graph, self.router.maxima)
-        self.graphs[label] = lowered
         if self.options.planning_only:
+            self.captured = CapturedStep.of(graph, self.router.maxima)
             raise CaptureComplete  # nothing will run: neither code nor guards are made
+        with heap_at_rest():
+            label, lowered = self.planning.lower(CapturedStep.of(graph, self.router.maxima))
+        self.graphs[label] = lowered
         if self.places.settled:
             self.memory.reserve_disk(self.planning.disk_file_bytes)
         return lowered
+
+    def lower_captured(self) -> None:
+        """Plans and lowers what was captured. Raises PlanError when no budget or plan covers it."""
+        assert self.captured is not None, "nothing was captured"
+        with heap_at_rest():
+            label, lowered = self.planning.lower(self.captured)
+        self.graphs[label] = lowered
+
+    @property
+    def study(self) -> Study:
+        """What was captured, to be planned again."""
+        assert self.captured is not None, "nothing was captured"
+        return Study(self.planning, self.captured)
 
     @property
     def transferred(self) -> dict[str, int]:

@@ -10,17 +10,18 @@ import torch.fx as fx
 
 from .effects import Channel, Tier
 from .graph import Bounds, name_of, tensor_bytes
-from .liveness import Kind, Storage, liveness, no_workspace
+from .liveness import Kind, Liveness, Storage, liveness, no_workspace
 from . import ops
 from .machine import Machine
-from .timeline import timeline
+from .timeline import Timeline, timeline
 
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
     """`curve`: device bytes during each node, by kind (the four columns sum to the total). Peaks in bytes, `step_s` in seconds.
 
-    `host_peak_bytes` and `disk_peak_bytes` count what the graph itself puts there, its inputs apart.
+    `schedule`: its channels' timeline. `live`: what its bytes come from. `host_peak_bytes` and `disk_peak_bytes` count what the graph
+    itself puts there, its inputs apart.
     """
 
     names: tuple[str, ...]
@@ -33,6 +34,9 @@ class Simulation:
     moved_bytes: dict[str, int]
     channel_s: dict[str, float]
     step_s: float
+    schedule: Timeline
+    live: Liveness
+    peak_index: int
 
 
 _COLUMNS = (Kind.PARAMETER, Kind.ACTIVATION, Kind.GRADIENT, Kind.OTHER)
@@ -68,7 +72,7 @@ def simulate(graph: fx.Graph, bounds: Bounds, machine: Machine, outside_bytes: i
     return Simulation(
         tuple(name_of(n) for n in live.nodes), tuple(curve), outside_bytes, peak + outside_bytes,  # type: ignore[arg-type]
         name_of(live.nodes[peak_at]) if live.nodes else "", host_peak, disk_peak, _moved_bytes(graph, bounds),
-        {channel.value: schedule.busy_s(channel) for channel in Channel}, schedule.end_s,
+        {channel.value: schedule.busy_s(channel) for channel in Channel}, schedule.end_s, schedule, live, peak_at,
     )
 
 

@@ -23,9 +23,17 @@ def parse_bytes(size: int | str, name: str = "size") -> int:
         return size
     match = _SIZE.match(size)
     unit = match.group(2).lower() if match else None
-    if match is None or unit not in _UNITS:
+    if match is None or unit not in _UNITS or (unit in ("", "b") and "." in match.group(1)):  # half a byte is a unit forgotten
         raise ValueError(f"{name}: cannot read {size!r} as a size; write bytes or text like '24GiB', '800MiB', '1.5GB'")
     return int(float(match.group(1)) * _UNITS[unit])
+
+
+def parse_budget(size: int | str, name: str) -> int:
+    """As `parse_bytes`, of more than 0 bytes."""
+    n_bytes = parse_bytes(size, name)
+    if n_bytes == 0:
+        raise ValueError(f"{name}: must be more than 0 bytes")
+    return n_bytes
 
 
 def format_bytes(n_bytes: int | None) -> str:

@@ -52,9 +52,15 @@ class Work:
 
 def work_of(node: fx.Node, bounds: Bounds) -> Work:
     """What the kernel of a call that returns tensors does."""
+    found = product_of(node, bounds)
     name = op_name(node)
-    found = _product(name, node, bounds) or _attention(name, node, bounds)
     return found if found is not None else Work(_kind(name, node), "other", _moved_bytes(name, node, bounds))
+
+
+def product_of(node: fx.Node, bounds: Bounds) -> Work | None:
+    """The Work of a node that multiplies matrices, attention included; None for all others."""
+    name = op_name(node)
+    return _product(name, node, bounds) or _attention(name, node, bounds)
 
 
 def touched_bytes(node: fx.Node, bounds: Bounds) -> int:
@@ -156,4 +162,9 @@ def _shapes(node: fx.Node, bounds: Bounds, *positions: int) -> list[tuple[int, .
 
 def _dtype(node: fx.Node) -> str:
     first = next(v for a in node.args if isinstance(a, fx.Node) for v in tensors_in(a.meta.get("val")))
-    return _DTYPE_WORDS.get(first.dtype, "other")
+    return dtype_word(first.dtype)
+
+
+def dtype_word(dtype: torch.dtype) -> str:
+    """What machine files call a dtype, "other" where none has a rate of its own."""
+    return _DTYPE_WORDS.get(dtype, "other")

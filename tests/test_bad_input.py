@@ -110,6 +110,20 @@ def test_a_refusal_names_the_values_that_are_there_largest_first_and_they_are_wh
     sizes = [parse_bytes(value.split(" ", 1)[1].replace(" ", ""), "value") for value in listed.split("; ")]
     assert sizes == sorted(sizes, reverse=True) and sizes[0] == 256 * 64 * 4
     assert sum(sizes) + parse_bytes(fixed.replace(" ", ""), "fixed") == pytest.approx(int(needed), abs=10)  # rounded to 0.01 KiB
+@pytest.mark.parametrize(("budget", "message"), [
+    (0, "device_budget: must be more than 0 bytes"), ("0GiB", "more than 0"), ("24.5", "cannot read '24.5'"), ("24 GB/s", "cannot read"),
+    ("nan", "cannot read"), (1.5, "expected bytes as int or text"),
+])
+def test_a_plan_for_an_impossible_budget_says_what_is_wrong_with_it(budget: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        fxoffload.plan(small(), BATCH, device_budget=budget, machine="cpu")
+
+
+def test_a_budget_smaller_than_one_op_names_the_op_and_what_is_alive_there() -> None:
+    with pytest.raises(fxoffload.PlanError) as refused:
+        fxoffload.plan(small(), BATCH, device_budget=1200, machine="cpu")
+    found = re.search(r"bytes short at [012]/\w+#\d: (\d+) bytes would do\. .*Largest live values there: (\S+) \d", str(refused.value))
+    assert found is not None and int(found.group(1)) == 1200 + refused.value.shortfall_bytes
 
 
 def test_a_model_error_on_the_sample_is_reported_and_leaves_the_model_as_it_was() -> None:

@@ -89,6 +89,18 @@ CHANGES = [
     ("rtx3090", "prior.matrix", 1.2, "prior.matrix"),
     ("rtx3090", "prior.memory.gather", 0, "prior.memory.gather"),
     ("rtx3090", "prior.hope", 1, "prior.hope"),
+    # units: GB/s, TFLOP/s, GiB, us, and words
+    ("h200", "transfers.h2d_pinned.per_s", 55.0, "transfers.h2d_pinned.per_s: 55 per second is no rate in bytes"),
+    ("h200", "matrix.bf16.flops_per_s", 787.3, "matrix.bf16.flops_per_s: 787.3 per second is no rate"),
+    ("h200", "optimizer_params_per_s.host.fused_fp32", 4.6, "optimizer_params_per_s.host.fused_fp32: 4.6 per second"),
+    ("h200", "memory.copy.latency_s", 3, "memory.copy.latency_s: 3 seconds are too many"),
+    ("h200", "device_capacity_bytes", 141, "device_capacity_bytes"),
+    ("h200", "overhead_bytes", 1 << 40, "overhead_bytes and context_bytes leave nothing of device_capacity_bytes"),
+    ("h200", "transfers.h2d_pinned.per_s", "55 GB/s", "transfers.h2d_pinned.per_s: must be a number above 0, got '55 GB/s'"),
+    ("rtx3090", "peak.link_bytes_per_s", 31.5, "peak.link_bytes_per_s: 31.5 per second is no rate"),
+    ("rtx3090", "prior.launch_s", 3.0, "prior.launch_s: 3 seconds are too many"),
+    ("rtx3090", "prior.dispatch_s", float("nan"), "prior.dispatch_s"),
+    ("rtx3090", "schema", 3, "schema 2 (schema: 3); measure one with"),
 ]
 
 
@@ -103,6 +115,26 @@ def test_an_impossible_value_is_refused_by_its_name(name: str, field: str, value
     with pytest.raises(ValueError, match="mine.json") as refusal:
         machine_from(raw, "mine.json")
     assert named in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+def test_an_unknown_machine_lists_the_known_ones() -> None:
+    with pytest.raises(ValueError, match="'rtx9000' is neither a file nor one of: ") as refusal:
+        load_machine("rtx9000")
+    assert all(name in str(refusal.value) for name in shipped_machines())
+
+
+@pytest.mark.parametrize("content", [b"{", b"\xff\xfe\x00", b"[1, 2]", b'"h200"'])
+def test_a_file_that_is_no_machine_is_named(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match="mine.json") as refusal:
+        load_machine(path)
+    assert "\n" not in str(refusal.value)
+
+
+def test_what_is_neither_a_name_nor_a_path_is_refused() -> None:
+    with pytest.raises(ValueError, match="machine: expected a Machine, a name or a path, got int"):
+        load_machine(200)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("field", ["name", "source", "datasheet", "device_type", "matrix", "memory", "transfers", "allocation_bytes"])

@@ -36,18 +36,11 @@ def problem() -> Problem:
     case = FAMILIES["llama"]()
     machine = replace(load_machine("cpu"), overlaps=True)
     session = Session(case.model, Options(torch.device("cpu"), device_budget_bytes=1 << 40, planning_only=True), machine, None)
-    found: list[Problem] = []
-    planning, lower = session.planning, session.planning.lower
-
-    def recording(graph: fx.Graph, maxima: dict[str, tuple[int, ...]]) -> tuple[str, fx.Graph]:
-        result = lower(graph, maxima)
-        found.append(replace(planning._problem(graph, planning._context(graph, maxima)), resident=frozenset()))
-        return result
-
-    planning.lower = recording  # type: ignore[method-assign]
     session.router.capture((), dict(case.batch))
+    captured, planning = session.captured, session.planning
+    found = replace(planning._problem(captured.graph, planning._context(captured.bounds)), resident=frozenset())
     session.close()
-    return found[0]
+    return found
 
 
 @functools.cache

@@ -24,6 +24,7 @@ from fxoffload.graph import Role, info, output_of
 from fxoffload.machine import default_machine
 from fxoffload.places import named_constants, named_weights
 from fxoffload.planner import Problem, Solution, solve
+from fxoffload.planning import CapturedStep
 from fxoffload.runtime.executor import compile_eager
 from fxoffload.session import Options, Session
 from fxoffload.testing.simulated_device import SimulatedDevice
@@ -147,11 +148,9 @@ def captured(model: nn.Module, batch: Batch) -> Captured:
     problems: list[Problem] = []
     planning, lower = session.planning, session.planning.lower
 
-    def recording(graph: fx.Graph, maxima: dict[str, tuple[int, ...]]) -> tuple[str, fx.Graph]:
-        label, lowered = lower(graph, maxima)
-        context = planning._context(graph, maxima)
-        # `lower` has brought the graph into its canonical form, in place
-        problems.append(replace(planning._problem(graph, context), resident=frozenset()))
+    def recording(one: CapturedStep) -> tuple[str, fx.Graph]:
+        label, lowered = lower(one)
+        problems.append(replace(planning._problem(one.graph, planning._context(one.bounds)), resident=frozenset()))
         return label, lowered
 
     planning.lower = recording  # type: ignore[method-assign]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import typer
+
 if TYPE_CHECKING:
     from fxoffload.training.config import LoraOptions
 
@@ -22,6 +24,19 @@ def parse_lora(text: str) -> LoraOptions:
             raise ValueError(f"--lora: expected key=value, got {item.strip()!r}; for example r=16,alpha=32")
         values[key] = value.split("+") if "+" in value else parse_scalar(value)
     return schema.read(LoraOptions, values, "--lora")
+
+
+class Numbers(tuple[int, ...]):
+    """Positive numbers, as many as were given."""
+
+
+def parse_numbers(text: str) -> Numbers:
+    """The positive numbers in "1,2,4"; for typer, which names the option. Raises BadParameter with the one that is none."""
+    words = [word.strip() for word in text.split(",")]
+    wrong = [word for word in words if not word.isdecimal() or int(word) < 1]
+    if wrong:
+        raise typer.BadParameter(f"{wrong[0]!r} is not a positive number")
+    return Numbers(map(int, words))
 
 
 def parse_scalar(text: str) -> int | float | bool | str:

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Optional
 
 import typer
 
-from fxoffload.cli.options import parse_lora
+from fxoffload.cli.options import Numbers, parse_lora, parse_numbers
+from fxoffload.cli.sweep import run_sweep
 from fxoffload.errors import PlanError
-from fxoffload.sizes import parse_bytes
+from fxoffload.sizes import parse_budget, parse_bytes
 
 if TYPE_CHECKING:
     import transformers
@@ -35,40 +36,67 @@ class Dtype(str, Enum):
 
 def run(
     model: Annotated[Path, typer.Option(help="A model folder or a bare config.json; no weights are read.")],
-    batch: Annotated[int, typer.Option(min=1, help="Rows of one batch.")],
-    seq: Annotated[int, typer.Option(min=1, help="Tokens of one row.")],
-    device_budget: Annotated[str, typer.Option(help="Bytes of device memory, for example 24GiB.")],
+    batch: Annotated[Numbers, typer.Option(parser=parse_numbers, metavar="N", help="Rows of one batch. With --sweep several: 1,2,4.")],
+    seq: Annotated[Numbers, typer.Option(parser=parse_numbers, metavar="N", help="Tokens of one row. With --sweep several.")],
+    device_budget: Annotated[
+        str, typer.Option(help='Bytes of device memory, for example 24GiB. With --sweep several; "card" is all of the machine\'s.')],
     host_budget: Annotated[Optional[str], typer.Option(help="Bytes of host memory. Default: not limited.")] = None,
     lora: Annotated[Optional[str], typer.Option(help="LoRA adapters: r=16[,alpha=32,targets=q_proj+v_proj,dora=true].")] = None,
     load_in: Annotated[Optional[LoadIn], typer.Option(help="Quantize the frozen base with bitsandbytes; needs --lora.")] = None,
-    machine: Annotated[Optional[str], typer.Option(help="A machine file or a shipped name, for example rtx3090.")] = None,
+    machine: Annotated[
+        Optional[str], typer.Option(help="A machine file or a shipped name, for example rtx3090. With --sweep several.")] = None,
     optimizer: Annotated[str, typer.Option(help="The optimizer whose states are planned.")] = "adamw",
     dtype: Annotated[Dtype, typer.Option(help="The dtype of the weights.")] = Dtype.bf16,
     save: Annotated[Optional[Path], typer.Option(help="Write the plan, to replay with fxoffload.compile(plan=...).")] = None,
     json: Annotated[Optional[Path], typer.Option(help="Write the numbers as JSON.")] = None,
-    html: Annotated[Optional[Path], typer.Option(help="Write the memory timeline as a page.")] = None,
-    explain: Annotated[bool, typer.Option("--explain", help="Say why the plan is what it is.")] = False,
+    html: Annotated[Optional[Path], typer.Option(help="Write the memory timeline, or the sweep, as a page.")] = None,
+    explain: Annotated[bool, typer.Option("--explain", help="Say what binds, what more would give, or what would fit.")] = False,
+    sweep: Annotated[bool, typer.Option("--sweep", help="Plan every batch x seq x machine x device budget: a table.")] = False,
 ) -> int:
     """Plan a fine-tune: no weights, no accelerator needed."""
-    from fxoffload.training.files import write_json
-
     if load_in is not None and lora is None:
         raise ValueError("--load-in: a quantized base is frozen, so something else must train; add --lora r=16")
-    options = _plan_options(device_budget, host_budget, lora, load_in, machine, optimizer, dtype) | {"report": html}
-    config = _model_config(model, dtype)
-    started = time.perf_counter()
+    axes: dict[str, Any] = {
+        "batch": batch, "sequence": seq, "device_budget": device_budget.split(","), "machine": (machine or "h200").split(","),
+    }
+    _check_budgets(device_budget.split(","), sweep)
+    if sweep:
+        if save is not None or explain:
+            raise ValueError("--sweep: makes many plans; --save and --explain are for one")
+        return run_sweep(_model_config(model, dtype), axes, _plan_options(host_budget, lora, load_in, optimizer, dtype), json, html)
+    several = [f"--{name.replace('_', '-').replace('sequence', 'seq')}" for name, values in axes.items() if len(values) > 1]
+    if several:
+        raise ValueError(f"{several[0]}: several values need --sweep")
+    options = _plan_options(host_budget, lora, load_in, optimizer, dtype) | {
+        "device_budget": parse_budget(device_budget, "--device-budget"), "machine": machine, "report": html, "explain": explain}
+    return _run_one(_model_config(model, dtype), (batch[0], seq[0]), options, save, json)
+
+
+def _check_budgets(budgets: list[str], sweep: bool) -> None:
+    for budget in budgets:
+        if not (sweep and budget == "card"):
+            parse_budget(budget, "--device-budget")
+
+
+def _run_one(
+    config: transformers.PretrainedConfig, shape: tuple[int, int], options: dict[str, Any], save: Path | None, json: Path | None,
+) -> int:
+    """One plan, printed and written where asked."""
+    from fxoffload.training.files import write_json
+
+    started, n_tokens = time.perf_counter(), shape[0] * shape[1]
     try:
-        plan = _call_plan(config, (batch, seq), options)
+        plan = _call_plan(config, shape, options)
     except PlanError as error:
         if json is not None:
             write_json(json, _refusal(error, time.perf_counter() - started))
         raise
     plan_s = time.perf_counter() - started
-    _print(plan, batch * seq, plan_s, explain)
+    _print(plan, n_tokens, plan_s, options["explain"])
     if save is not None:
         plan.save(save)
     if json is not None:
-        write_json(json, _numbers(plan, batch * seq, plan_s))
+        write_json(json, _numbers(plan, n_tokens, plan_s))
     return 0
 
 
@@ -80,14 +108,13 @@ def _call_plan(config: transformers.PretrainedConfig, shape: tuple[int, int], op
 
 
 def _plan_options(
-    device_budget: str, host_budget: str | None, lora: str | None, load_in: LoadIn | None, machine: str | None, optimizer: str,
-    dtype: Dtype,
+    host_budget: str | None, lora: str | None, load_in: LoadIn | None, optimizer: str, dtype: Dtype,
 ) -> dict[str, Any]:
     from fxoffload.training.config import QuantizationOptions
     from fxoffload.training.model import lora_config, quantization_config
 
     return {
-        "device_budget": parse_bytes(device_budget, "--device-budget"), "machine": machine, "optimizer": optimizer,
+        "optimizer": optimizer,
         "host_budget": None if host_budget is None else parse_bytes(host_budget, "--host-budget"),
         "lora": None if lora is None else lora_config(parse_lora(lora)),
         "quantization": None if load_in is None else quantization_config(QuantizationOptions(load_in.value), dtype.value),
@@ -119,7 +146,7 @@ def _numbers(plan: Plan, n_tokens: int, plan_s: float) -> dict[str, object]:
     return {
         "fits": True, "device_peak_bytes": predicted.device_peak_bytes, "host_peak_bytes": predicted.host_peak_bytes,
         "step_s": predicted.step_s, "tokens_per_s": tokens_per_s(n_tokens, predicted.step_s),
-        "n_decisions": len(plan.decisions), "plan_s": plan_s,
+        "n_decisions": len(plan.decisions), "plan_s": plan_s, "physical_limit_s": plan.physical_limit_s,
     }
 
 
@@ -127,4 +154,5 @@ def _refusal(error: PlanError, plan_s: float) -> dict[str, object]:
     return {
         "fits": False, "shortfall_bytes": error.shortfall_bytes, "reason": " ".join(str(error).split()), "device_peak_bytes": None,
         "host_peak_bytes": None, "step_s": None, "tokens_per_s": None, "n_decisions": 0, "plan_s": plan_s,
+        "remedies": list(error.remedies),
     }

@@ -20,6 +20,8 @@ def plan_table(plan: Plan, title: str, n_tokens: int | None = None) -> Table:
     table.add_row("device peak", "", f"{format_bytes(predicted.device_peak_bytes)} of {budget}")
     table.add_row("host peak", "", format_bytes(predicted.host_peak_bytes))
     table.add_row("step", "", "?" if predicted.step_s is None else f"{predicted.step_s * 1e3:.1f} ms")
+    limit_s = plan.physical_limit_s
+    table.add_row("physical limit", "", "?" if limit_s is None else f"{limit_s * 1e3:.1f} ms")
     rate = tokens_per_s(n_tokens, predicted.step_s)
     table.add_row("tokens per second", "", "?" if rate is None else f"{rate:.0f}", end_section=True)
     for tier, (count, n_bytes) in sorted(tier_totals(plan).items()):

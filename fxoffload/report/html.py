@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 
 from ..effects import Channel, Tier
 from ..graph import module_path
+from ..liveness import largest_live
 from ..plans import Decision, Plan, Recompute, Reside
 from ..timeline import Span
-from .views import Report, View, largest_live, memory_nodes, report_of
+from .views import Report, View, memory_nodes, report_of
 
 if TYPE_CHECKING:
     from .views import Source
@@ -57,6 +58,7 @@ def page_data(report: Report) -> dict[str, object]:
 def _plan_data(plan: Plan) -> dict[str, object]:
     graphs = [
         {"label": g.label, "predicted": asdict(g.predicted) | {"moved_bytes": dict(g.predicted.moved_bytes)}, "saved": len(g.saved),
+         "limit_s": None if g.reasons is None else g.reasons.physical_limit_s,
          "decisions": [_decision_row(d) for d in g.decisions]}
         for g in plan.graphs.values()
     ]

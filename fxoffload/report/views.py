@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import heapq
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,9 +11,8 @@ from typing import TYPE_CHECKING
 import torch.fx as fx
 
 from .. import ops, text
-from ..effects import Tier
 from ..graph import Bounds, border_of, output_of
-from ..liveness import Liveness, Storage, liveness
+from ..liveness import Liveness, liveness
 from ..machine import Machine, default_machine, load_machine
 from ..plans import GraphPlan, Plan
 from ..simulate import Simulation, simulate
@@ -71,29 +69,6 @@ def report_of(source: Source) -> Report:
         return _from_path(Path(source))
     graphs = {label: (graph, text.hint_bounds(graph)) for label, graph in source.graphs.items()}
     return _report(type(source.model).__name__, source.plan, source.machine, graphs)
-
-
-def largest_live(live: Liveness, indices: Iterable[int], n: int) -> dict[int, list[Storage]]:
-    """The `n` largest device Storages alive at each of the node indices, largest first."""
-    wanted = sorted(set(indices))
-    starts: dict[int, list[Storage]] = {}
-    ends: dict[int, list[Storage]] = {}
-    for storage, first in live.first.items():
-        if storage.tier is Tier.DEVICE:
-            starts.setdefault(0 if storage.is_input else first, []).append(storage)
-            if storage not in live.escapes:
-                ends.setdefault(live.last[storage], []).append(storage)
-    alive: dict[Storage, None] = {}
-    found: dict[int, list[Storage]] = {}
-    position = 0
-    for i in range(len(live.nodes)):
-        alive.update(dict.fromkeys(starts.get(i, ())))
-        if position < len(wanted) and wanted[position] == i:
-            found[i] = heapq.nlargest(n, alive, key=lambda s: (s.n_bytes, s.name))
-            position += 1
-        for storage in ends.get(i, ()):
-            alive.pop(storage, None)
-    return found
 
 
 def memory_nodes(graph: fx.Graph) -> Counter[str]:

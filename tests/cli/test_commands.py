@@ -58,7 +58,8 @@ def test_plan_writes_the_contract_fields(assets: Path, planned: list[dict[str, o
     numbers = json.loads(out.read_text())
     assert numbers.pop("plan_s") >= 0
     assert numbers == {
-        "fits": True, "device_peak_bytes": 1000, "host_peak_bytes": 2000, "step_s": 0.5, "tokens_per_s": 32.0, "n_decisions": 2
+        "fits": True, "device_peak_bytes": 1000, "host_peak_bytes": 2000, "step_s": 0.5, "tokens_per_s": 32.0, "n_decisions": 2,
+        "physical_limit_s": None,
     }
     assert Plan.load(saved) == make_plan()
     assert planned[0]["device_budget"] == 4096

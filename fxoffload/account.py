@@ -1,0 +1,73 @@
+"""What the seconds and bytes of a lowered graph are made of: the Reasons that a plan keeps."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+
+import torch.fx as fx
+
+from .cost import optimizer_s
+from .effects import Channel
+from .graph import Bounds
+from .liveness import largest_live
+from .machine import Machine
+from .optimizer_states import Own, States
+from .reasons import ISSUE, Reasons, Tried
+from .simulate import Simulation
+from .timeline import Span, Timeline
+from .work import product_of
+
+N_LARGEST = 10
+
+
+def reasons_of(
+    lowered: fx.Graph, simulation: Simulation, tried: tuple[Tried, ...], bounds: Bounds, machine: Machine, after_s: float | None,
+) -> Reasons:
+    """The account of a lowered graph and its simulation; `after_s`: see `optimizer_step_s`."""
+    schedule = simulation.schedule
+    longest = max(schedule.waits, key=lambda index: schedule.waits[index], default=None)
+    largest = largest_live(simulation.live, [simulation.peak_index], N_LARGEST)[simulation.peak_index]
+    return Reasons(
+        {channel: seconds for channel, seconds in simulation.channel_s.items() if seconds}, critical_s(schedule), schedule.stalled_s,
+        "" if longest is None else simulation.names[longest], 0.0 if longest is None else schedule.waits[longest],
+        limits(lowered, bounds, machine, simulation.moved_bytes), after_s, tuple((s.name, s.n_bytes) for s in largest), tried)
+
+
+def critical_s(schedule: Timeline) -> dict[str, float]:
+    """Seconds per channel along the chain of nodes that ends the step: each starts when the one before it ends, on its own channel or,
+    at a wait or a start, on another. A node that starts at nobody's end was waiting for the host, which issues from the first on."""
+    ending: dict[float, list[Span]] = {}
+    for span in schedule.spans:
+        ending.setdefault(span.end_s, []).append(span)
+    found: dict[str, float] = defaultdict(float)
+    channel, at_s = Channel.COMPUTE, schedule.end_s
+    while at_s in ending:
+        span = min(ending.pop(at_s), key=lambda one: one.channel is not channel)
+        found[span.channel.value] += span.end_s - span.start_s
+        channel, at_s = span.channel, span.start_s
+    found[ISSUE] += at_s
+    return {name: seconds for name, seconds in sorted(found.items()) if seconds > 0}
+
+
+def limits(lowered: fx.Graph, bounds: Bounds, machine: Machine, moved_bytes: Mapping[str, int]) -> dict[str, float | None]:
+    """Seconds that no schedule of `lowered` can go below on `machine`, by what limits it.
+
+    "compute": FLOPs, those computed again included, at the best rate of their dtype, and what the copies take from compute where the
+    machine's contention was measured. "h2d", "d2h": bytes at the rate of a large copy. "host": None, no machine file knows its bus.
+    """
+    copies = {channel: moved_bytes.get(channel, 0) / per_s for channel, per_s in machine.channel_bytes_per_s.items()}
+    rates = machine.flops_per_s
+    products = (product_of(node, bounds) for node in lowered.nodes if node.op == "call_function")
+    compute_s = sum(work.n_flops / rates.get(work.dtype, max(rates.values())) for work in products if work is not None)
+    return {"compute": compute_s + (machine.contention.matrix or 0.0) * sum(copies.values()), **copies, "host": None}
+
+
+# The optimizer that keeps such states per parameter and whose seconds `cost` knows.
+_OF_STATES: dict[States | None, str] = {Own(1): "momentum", Own(2): "adamw", Own(3): "rmsprop"}
+
+
+def optimizer_step_s(trained: Iterable[tuple[int, str, str]], states: States | None, machine: Machine) -> float | None:
+    """Seconds of one optimizer step over (parameters, dtype, "device" or "host"), None without a known optimizer."""
+    kind = _OF_STATES.get(states)
+    return None if kind is None else sum(optimizer_s(kind, n, where, machine, dtype) for n, dtype, where in trained)
