@@ -90,6 +90,7 @@ class Planning:
     resident: frozenset[str] | None = None
     homes: dict[str, Tier] = field(default_factory=dict)
     disk_file_bytes: int = 0
+    accumulates: bool = False
 
     def __post_init__(self) -> None:
         for one in idle_pins(self.pins, (name for name, _ in self.model.named_parameters()), PARAMETER_PLACES):
@@ -316,12 +317,39 @@ class Planning:
 
     def _prediction(self, solution: Solution) -> Prediction:
         simulation = solution.simulation
+        kept = self._kept_bytes(solution.resident)
         off = [p for p in self.parameters().values() if p.fqn not in solution.resident]
         states = sum(p.state_bytes for p in off)
-        host = sum(p.n_bytes + p.gradient_bytes for p in off if p.home is not Tier.DISK) + states + simulation.host_peak_bytes
-        disk = sum(p.n_bytes + p.gradient_bytes for p in off if p.home is Tier.DISK) + simulation.disk_peak_bytes
+        host = sum(p.n_bytes for p in off if p.home is not Tier.DISK) + states + simulation.host_peak_bytes + kept[False]
+        disk = sum(p.n_bytes for p in off if p.home is Tier.DISK) + simulation.disk_peak_bytes + kept[True]
         return Prediction(
             simulation.device_peak_bytes, host, disk, simulation.step_s, simulation.peak_node, simulation.moved_bytes)
+
+    def _kept_bytes(self, resident: frozenset[str]) -> dict[bool, int]:
+        """Bytes of gradients off the device that the caller keeps while a step makes the next: in memory (False) and on disk (True)."""
+        kept = {False: 0, True: 0}
+        for parameter in self.parameters().values() if self.accumulates else ():
+            if parameter.fqn not in resident:
+                kept[parameter.home is Tier.DISK] += parameter.gradient_bytes
+        return kept
+
+    def accumulate(self) -> None:
+        """From now on gradients are kept from one step to the next: every prediction counts them.
+
+        Raises PlanError when the host budget has no room for them; then nothing has changed.
+        """
+        assert self.plan is not None
+        before, self.accumulates = self.plan, True
+        kept = self._kept_bytes(self.resident or frozenset())
+        self.plan = self.plan.with_kept_gradients(kept[False], kept[True])
+        budget = self.budgets.host_bytes
+        short = 0 if budget is None else self.plan.predicted.host_peak_bytes - budget
+        if short > 0:
+            self.plan, self.accumulates = before, False
+            raise PlanError(
+                f"host_budget of {budget} bytes is {short} bytes short for gradients that are accumulated: those that are "
+                f"kept take {format_bytes(kept[False])} beside the new ones. The missing bytes, or zero_grad() before each backward, would "
+                "help.", short)
 
     def _optimizer_s(self, resident: frozenset[str]) -> float | None:
         """Seconds of the optimizer's step, where each trained parameter lies."""

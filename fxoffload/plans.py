@@ -164,6 +164,16 @@ class Plan:
         """The same plan that also covers `fingerprint`."""
         return replace(self, graphs={**self.graphs, fingerprint: graph})
 
+    def with_kept_gradients(self, host_bytes: int, disk_bytes: int) -> Plan:
+        """The same plan for a caller who accumulates: so many bytes of gradients more lie in host memory and on disk."""
+        more = {
+            fingerprint: replace(graph, predicted=replace(
+                graph.predicted, host_peak_bytes=graph.predicted.host_peak_bytes + host_bytes,
+                disk_bytes=graph.predicted.disk_bytes + disk_bytes))
+            for fingerprint, graph in self.graphs.items()
+        }
+        return replace(self, graphs=more)
+
     def to_json(self) -> str:
         """Sorted keys, one decision per line."""
         head = {

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+import weakref
 from typing import Any
 
 import torch
@@ -135,7 +136,17 @@ class Session:
         return self._executable(gm.graph, finishes=False)
 
     def _compile_backward(self, gm: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
-        return boxed(self._compiled(gm.graph, finishes=True))
+        run, planning = self._compiled(gm.graph, finishes=True), weakref.ref(self.planning)
+        trained = [weakref.ref(p) for p in self.model.parameters() if p.requires_grad]
+
+        def noticing(arguments: list[Any]) -> Any:
+            """Gradients that are still there when the next come are accumulated: a mode of its own, planned before it runs."""
+            known = planning()
+            if known is not None and not known.accumulates and any(p is not None and p.grad is not None for p in (r() for r in trained)):
+                known.accumulate()
+            return run(arguments)
+
+        return boxed(noticing)
 
     def _compile_inference(self, gm: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
         n_outputs = len(gm.graph.output_node().args[0])  # type: ignore[arg-type]

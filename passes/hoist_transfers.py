@@ -28,11 +28,13 @@ def run(graph: fx.Graph, ctx: Context) -> fx.Graph:
     for decision in ctx.plan.decisions:
         if isinstance(decision, (Gather, SwapIn)):
             decisions[decision.value].append(decision)
+    starts: list[tuple[fx.Node, str]] = []
     for value, loads in decisions.items():
         loads.sort(key=lambda load: place[nodes[load.before]])
-        for load, copy in zip(loads, copies[value], strict=True):
-            if load.start != load.before:
-                nodes[load.start].prepend(copy)
+        starts += [(copy, load.start) for load, copy in zip(loads, copies[value], strict=True) if load.start != load.before]
+    # Copies that start before the same node keep the order in which they are awaited: it is the order on their channel.
+    for copy, start in sorted(starts, key=lambda pair: place[pair[0]]):
+        nodes[start].prepend(copy)
     return graph
 
 
