@@ -105,7 +105,7 @@ STASHED = "saved_tensor_with_no_vc_check"
 
 
 # Whether Dynamo can trace torch._check_tensor_all. In 2.11 the symbol of the value it reads belongs to no node, and the next op fails.
-TRACES_TENSOR_CHECKS = torch.__version__ >= (2, 13)
+TRACES_TENSOR_CHECKS = torch.__version__ >= "2.13"
 
 
 def allow_second_backward() -> None:
