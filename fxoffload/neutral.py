@@ -17,6 +17,7 @@ from torch.nn.attention import SDPBackend
 
 from . import ops
 from .errors import PlanError
+from .integrations import transformers
 
 _LIBRARY = torch.library.Library("fxo", "FRAGMENT")
 _aten = torch.ops.aten
@@ -342,10 +343,11 @@ _NEUTRAL = {F.scaled_dot_product_attention: neutral_attention, F.dropout: neutra
 
 
 def neutralize(graph: fx.Graph) -> None:
-    """Replaces device-dependent calls of a Dynamo graph, in place; graphs inside higher-order ops too."""
+    """Replaces calls of a Dynamo graph that depend on the device or cannot be traced, in place; graphs inside higher-order ops too."""
+    known = _NEUTRAL | transformers.traceable()
     for node in graph.nodes:
-        if node.op == "call_function" and node.target in _NEUTRAL:
-            node.target = _NEUTRAL[node.target]
+        if node.op == "call_function" and node.target in known:
+            node.target = known[node.target]
     owner = graph.owning_module
     for module in (owner.modules() if owner is not None else ()):
         if isinstance(module, fx.GraphModule) and module.graph is not graph:

@@ -104,6 +104,10 @@ def written_inputs(joint: fx.Graph) -> list[int]:
 STASHED = "saved_tensor_with_no_vc_check"
 
 
+# Whether Dynamo can trace torch._check_tensor_all. In 2.11 the symbol of the value it reads belongs to no node, and the next op fails.
+TRACES_TENSOR_CHECKS = torch.__version__ >= "2.13"
+
+
 def allow_second_backward() -> None:
     """The graph AOTAutograd is compiling now may run backward with retain_graph: our backward reuses no saved value's memory.
 

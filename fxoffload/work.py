@@ -108,7 +108,7 @@ def _product(name: str, node: fx.Node, bounds: Bounds) -> Work | None:
     elif name in ("bmm", "baddbmm"):
         (b, rows, k), (_, _, n) = _shapes(node, bounds, *((0, 1) if name == "bmm" else (1, 2)))
         m = b * rows
-    elif name in ("_grouped_mm", "grouped_mm_fallback", "grouped_mm_fallback_backward"):
+    elif name in ("_grouped_mm", "grouped_mm_fallback", "grouped_mm_fallback_backward", "grouped_mm_backward"):
         (m, k), weight = _shapes(node, bounds, 0, 1)
         return _matrix_work(node, bounds, (m, k, weight[-1]), 2 if "backward" in name else 1)
     elif name in ("gemm_4bit", "linear_8bit"):  # bitsandbytes: rows times a packed weight

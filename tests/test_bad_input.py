@@ -12,7 +12,7 @@ import pytest
 import torch
 from loops import assert_same, train
 from torch import nn
-from zoo import llama, tokens
+from zoo import llama, llava, tokens
 
 import fxoffload
 from fxoffload.sizes import parse_bytes
@@ -194,3 +194,12 @@ def test_a_call_the_model_cannot_take_raises_and_the_next_one_trains() -> None:
         model(input_ids=torch.zeros(2, 4), labels=torch.zeros(2, 4, dtype=torch.long))
     assert train(plain, [tokens()]) == train(model, [tokens()])
     assert_same(plain, model)
+
+
+def test_what_a_model_requires_of_its_values_is_checked_in_every_step() -> None:
+    case = llava()
+    model = fxoffload.compile(case.model, case.batch, device="cpu", device_budget="64MiB")
+    model(**case.batch).loss.backward()
+    without_images = torch.full_like(case.batch["input_ids"], 7)
+    with pytest.raises(RuntimeError, match="assertion failed|requires of its inputs"):
+        model(**{**case.batch, "input_ids": without_images}).loss.backward()

@@ -48,7 +48,7 @@ def _accelerator() -> Facts:
     import torch
 
     used_before = _nvidia_smi("memory.used")
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     facts: Facts = {"accelerator": None if accelerator is None else str(accelerator), "driver": _nvidia_smi("driver_version")}
     if accelerator is None:
         return facts | {"pinning_works": None}

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..torch_compat import TRACES_TENSOR_CHECKS
+
 
 class Variant:
     """What the look found. The defaults are what transformers assumes by itself, so that other users of Dynamo see no change."""
@@ -120,10 +122,12 @@ def register() -> None:
     if _Registered.done:
         return
     from transformers import masking_utils
+    from transformers.utils import import_utils
 
     plain_packed = _untouched(masking_utils.find_packed_sequence_indices)
     plain_causal = _untouched(masking_utils._ignore_causal_mask_sdpa)
     plain_bidirectional = _untouched(masking_utils._ignore_bidirectional_mask_sdpa)
+    plain_check = _untouched(import_utils.torch_compilable_check)
 
     @torch.compiler.substitute_in_graph(masking_utils.find_packed_sequence_indices, skip_signature_check=True)
     def find_packed_sequence_indices(position_ids: torch.Tensor) -> torch.Tensor | None:
@@ -149,6 +153,14 @@ def register() -> None:
         if padding_mask is not None and VARIANT.padded:
             return False
         return local_attention_size is None or kv_length < local_attention_size
+
+    if not TRACES_TENSOR_CHECKS:
+        @torch.compiler.substitute_in_graph(import_utils.torch_compilable_check, skip_signature_check=True)
+        def torch_compilable_check(cond: Any, msg: Any, error_type: type[Exception] = ValueError) -> None:
+            if VARIANT.ours and isinstance(cond, torch.Tensor):
+                torch._assert_async(cond.all(), "what the model requires of its inputs is not so")
+            else:
+                plain_check(cond, msg, error_type)
 
     _Registered.done = True
 
@@ -183,11 +195,55 @@ _SCAN = "use_associative_scan"
 
 
 def _uses_scan(home: str, module: nn.Module) -> bool:
-    return module.__dict__[_SCAN] and not module.__dict__[home].active  # type: ignore[no-any-return]
+    # In this order: to Dynamo of torch 2.11 `__dict__` gives this property again, and again.
+    return not module.__dict__[home].active and module.__dict__[_SCAN]
 
 
 def _set_scan(module: nn.Module, value: bool) -> None:
     module.__dict__[_SCAN] = value
+
+
+class _GroupedProduct(torch.autograd.Function):
+    """Transformers' grouped product, its gradient as one op too."""
+
+    @staticmethod
+    def forward(ctx: Any, input: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(input, weight, offs)
+        return torch.ops.transformers.grouped_mm_fallback(input, weight, offs)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        return (*torch.ops.fxo.grouped_mm_backward(*ctx.saved_tensors, grad), None)
+
+
+def _grouped_product(input: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+    return _GroupedProduct.apply(input, weight, offs)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def _grouped_product_backward(input: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    from transformers.integrations import moe
+
+    saved = types.SimpleNamespace(saved_tensors=(input, weight), offs=offs)
+    return moe._grouped_mm_fallback_backward(saved, grad)[:2]  # type: ignore[no-any-return]
+
+
+_LIBRARY = torch.library.Library("fxo", "FRAGMENT")
+_LIBRARY.define(
+    "grouped_mm_backward(Tensor input, Tensor weight, Tensor offs, Tensor grad) -> (Tensor, Tensor)", tags=(torch.Tag.pt2_compliant_tag,))
+_LIBRARY.impl("grouped_mm_backward", _grouped_product_backward, "CompositeExplicitAutograd")
+torch.library.register_fake(
+    "fxo::grouped_mm_backward", lambda input, weight, offs, grad: (torch.empty_like(input), torch.empty_like(weight)), lib=_LIBRARY)
+
+
+def traceable() -> dict[Any, Any]:
+    """Calls of a Dynamo graph that AOTAutograd cannot trace, and what computes the same and can be traced.
+
+    The gradient of the grouped product reads its offsets in Python; transformers 5.23 has an op for it, 5.17 has none.
+    """
+    known = torch.ops.transformers
+    if not hasattr(known, "grouped_mm_fallback") or hasattr(known, "grouped_mm_fallback_backward"):
+        return {}
+    return dict.fromkeys((known.grouped_mm_fallback, known.grouped_mm_fallback.default), _grouped_product)
 
 
 _HOOK = "make_inputs_require_grads"

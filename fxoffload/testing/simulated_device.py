@@ -151,8 +151,9 @@ def _build(library: Path) -> None:
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         built = Path(folder) / library.name
         paths = [f"-isystem{path}" for path in include_paths()] + [f"-L{path}" for path in library_paths()]
-        options = ["-shared", "-fPIC", "-std=c++20", "-O1"]
-        command = [compiler, *options, *paths, str(_SOURCE), "-o", str(built), "-lc10", "-ltorch_cpu", "-ltorch"]
+        # The C++ runtime is the one torch has loaded: an exception thrown by a second one, which some compilers link in, crashes torch.
+        options = ["-shared", "-fPIC", "-std=c++20", "-O1", "-nodefaultlibs"]
+        command = [compiler, *options, *paths, str(_SOURCE), "-o", str(built), "-lc10", "-ltorch_cpu", "-ltorch", "-lc"]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode != 0:
             raise RuntimeError(f"building the simulated device failed: {' '.join(command)}\n{done.stderr}")

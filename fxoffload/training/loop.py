@@ -291,7 +291,7 @@ def _configured_steps(config: TrainConfig, batches: Batches) -> int:
 
 def _device(name: str) -> torch.device:
     if name == "auto":
-        return torch.accelerator.current_accelerator() or torch.device("cpu")
+        return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     try:
         return torch.device(name)
     except RuntimeError as error:

@@ -1,0 +1,55 @@
+"""What we do for some versions of torch and transformers only: needed by these, and by no other we run with."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+
+import pytest
+import torch
+from transformers.integrations import moe  # noqa: F401  (declares the grouped product)
+
+from fxoffload.integrations import transformers
+from fxoffload.torch_compat import CAPTURE_FAILURES, TRACES_TENSOR_CHECKS
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo() -> None:
+    torch._dynamo.reset()
+
+
+def product_and_gradients(multiply: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    rows, weight = torch.randn(6, 4, requires_grad=True), torch.randn(3, 4, 5, requires_grad=True)
+    out = multiply(rows, weight, offs=torch.tensor([2, 2, 6], dtype=torch.int32))
+    return [out, *torch.autograd.grad(out, (rows, weight), torch.randn(6, 5))]
+
+
+@pytest.mark.unit
+def test_our_grouped_product_is_there_when_transformers_gradient_cannot_be_traced() -> None:
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def theirs(*args: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+        return torch.ops.transformers.grouped_mm_fallback(*args, offs=offs)  # type: ignore[no-any-return]
+
+    needed = torch.ops.transformers.grouped_mm_fallback in transformers.traceable()
+    with pytest.raises(Exception, match="data-dependent") if needed else contextlib.nullcontext():
+        product_and_gradients(theirs)
+
+
+@pytest.mark.unit
+def test_our_grouped_product_gives_the_bits_of_transformers_and_can_be_traced() -> None:
+    plain = product_and_gradients(torch.ops.transformers.grouped_mm_fallback)
+    for ours in (transformers._grouped_product, torch.compile(transformers._grouped_product, backend="aot_eager", fullgraph=True)):
+        assert all(torch.equal(a, b) for a, b in zip(plain, product_and_gradients(ours), strict=True))
+
+
+@pytest.mark.unit
+def test_dynamo_traces_the_check_of_a_tensor_where_we_leave_it() -> None:
+    @torch.compile(backend="eager", fullgraph=True)
+    def checked(x: torch.Tensor) -> torch.Tensor:
+        torch._check_tensor_all(x > 0)
+        return x * 2
+
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        with contextlib.nullcontext() if TRACES_TENSOR_CHECKS else pytest.raises(CAPTURE_FAILURES):
+            checked(torch.ones(3))
