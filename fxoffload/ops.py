@@ -127,7 +127,7 @@ sink = define(
     _copy_to, _empty_on, (Read("src"), Alloc("result", Tier.PINNED)), Channel.D2H, logical=True,
 )
 checkpoint = define(
-    "checkpoint(Tensor src) -> Tensor",
+    "checkpoint(Tensor(a) src) -> Tensor(a)",
     _same, _same, (Read("src"),), Channel.COMPUTE, alias_of="src", logical=True,
 )
 swap_in = define(
@@ -140,7 +140,7 @@ swap_out = define(
     (Borrow("src"), Alloc("result", "tier", pending=True)), Channel.D2H,
 )
 wait = define(
-    "wait(Tensor src) -> Tensor",
+    "wait(Tensor(a) src) -> Tensor(a)",
     _same, _same, (Await("src"),), Channel.COMPUTE, alias_of="src",
 )
 release = define(
