@@ -28,6 +28,7 @@ from .effects import Tier
 from .errors import PlanError
 from .footprint import Footprint
 from .graph import Bounds, Role, info, output_of, root_of
+from .heap import swept
 from .joint import InputRef, step_graph
 from .liveness import Kind, liveness
 from .machine import Machine, default_machine, load_machine
@@ -39,7 +40,7 @@ from .planner import USER_SCALAR_BYTES, Parameter, Problem, Solution, outside_by
 from .planning import REWRITES, bounds_of, pinned_values, saved_of, summary
 from .plans import GraphPlan, Plan, Prediction, Reside
 from .router import DIMENSIONS
-from .runtime.executor import compile_eager
+from .runtime.executor import boxed, compile_eager
 from .runtime.host_memory import HostMemory
 from .runtime.transfers import engine_for
 from .sizes import format_bytes, parse_bytes
@@ -143,7 +144,7 @@ class _Step:
         return fx.GraphModule(root_of(halves.forward), halves.forward), fx.GraphModule(root_of(halves.backward), halves.backward)
 
     def _forward(self, gm: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
-        return compile_eager(gm.graph, self.engine, finishes=False)
+        return boxed(swept(compile_eager(gm.graph, self.engine, finishes=False)))
 
     def _backward(self, gm: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
         return compile_eager(gm.graph, self.engine, finishes=True)
@@ -153,7 +154,7 @@ class _Step:
         lowered = self._lowered(step_graph(gm.graph, self.refs, n_outputs), "forward")
         output = lowered.output_node()
         output.args = (output.args[0][0],)  # type: ignore[index]
-        return compile_eager(lowered, self.engine, finishes=False)
+        return boxed(swept(compile_eager(lowered, self.engine, finishes=False)))
 
     def _lowered(self, graph: fx.Graph, kind: str) -> fx.Graph:
         bounds = self._bounds(graph)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 
 @contextlib.contextmanager
@@ -13,7 +14,7 @@ def heap_at_rest() -> Iterator[None]:
     walk all of them each time would take longer the more there are. May be entered again inside. Where the caller has frozen the
     heap, nothing is done.
     """
-    if gc.get_freeze_count() and not _entered:
+    if gc.get_freeze_count() > _FROZEN_AT_START and not _entered:
         yield
         return
     _entered.append(True)
@@ -36,9 +37,24 @@ def _keep_survivors(phase: str, collection: Mapping[str, int]) -> None:
 
 
 _entered: list[bool] = []
+# Python 3.12 starts with some hundred objects frozen; a caller who freezes his heap has hundreds of thousands.
+_FROZEN_AT_START = 10_000
 
 
 def sweep() -> None:
-    """Frees what a capture left in cycles. Dynamo's frames end in them with the batch and the outputs of the call that captured: bytes
-    on the device that no plan knows, until the collector comes by."""
+    """Frees what a capture left in cycles. Dynamo's frames end in them and hold the batch of the call that captured: bytes on the device
+    that no plan knows, until the collector comes by."""
     gc.collect()
+
+
+def swept(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    """`run`, whose first call sweeps before it: by then Dynamo has returned, and nothing of the step is on the device yet."""
+    fresh = [True]
+
+    def start(arguments: list[Any]) -> Any:
+        if fresh:
+            fresh.clear()
+            sweep()
+        return run(arguments)
+
+    return start

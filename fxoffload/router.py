@@ -19,7 +19,6 @@ from torch.utils import _pytree as pytree
 from . import ops
 from .capture import batch_tensors, dynamic_dims
 from .errors import PlanError
-from .heap import sweep
 from .integrations import transformers
 from .outputs import detached, has_shadows, only_loss, with_lazy_outputs
 from .swapped import plain_forward
@@ -91,10 +90,8 @@ class Router:
         """The model's forward on this batch, planned before it runs. Raises PlanError when that cannot be."""
         if _is_free_form(kwargs):
             return self.free_form(self.session.model, args, kwargs)
-        call, captures = self._prepared(args, kwargs), self.captures
+        call = self._prepared(args, kwargs)
         out, lazy = self._run(call)
-        if self.captures > captures:
-            sweep()
         return with_lazy_outputs(out, lazy) if lazy is not None and has_shadows(out) else out
 
     def capture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

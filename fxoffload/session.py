@@ -15,7 +15,7 @@ from torch import nn
 
 from .capture import input_refs
 from .graph import Role, root_of
-from .heap import heap_at_rest
+from .heap import heap_at_rest, swept
 from .integrations import transformers
 from .joint import InputRef, step_graph
 from .machine import Machine
@@ -156,7 +156,7 @@ class Session:
         return self._executable(lowered, finishes=True)
 
     def _executable(self, graph: fx.Graph, finishes: bool) -> Callable[..., Any]:
-        run, dry = self._compiled(graph, finishes), self.router.dry
+        run, dry = swept(self._compiled(graph, finishes)), self.router.dry
 
         def guarded(arguments: list[Any]) -> Any:
             if dry.on:

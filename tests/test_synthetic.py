@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers as tf
 import zoo
+from packaging.version import Version
 from torch import nn
 
 import fxoffload
@@ -118,6 +119,8 @@ def test_adapters_on_a_vision_language_model_hide_nothing(caplog: pytest.LogCapt
         assert "pixel_values" in sample_batch((2, 24), model)
 
 
+@pytest.mark.skipif(
+    Version(tf.__version__) < Version("5.23"), reason="before, Whisper draws and branches on a number in every layer: no graph")
 def test_an_encoder_of_sound_is_planned_from_batch_and_sequence() -> None:
     case = zoo.whisper()
     batch = sample_batch((2, 12), case.model)
