@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend
 
 from . import ops
+from .composed import attention_gradients, dropout_backward_kernel, dropout_kernel
 from .errors import PlanError
 from .integrations import transformers
 
@@ -93,31 +94,19 @@ def _attention_backward(grad: torch.Tensor, query: torch.Tensor, key: torch.Tens
         gradients = _aten._scaled_dot_product_efficient_attention_backward(
             grad, query, key, value, _aligned_bias(mask, query, key), out, lse, seed, offset, p, [True, True, True, False], causal, scale=scale)
         return gradients[:3]  # type: ignore[no-any-return]
-    return _by_autograd(grad, query, key, value, mask, seed, p, causal, scale, gqa)
+    return _composed_backward(grad, query, key, value, mask, seed, p, causal, scale, gqa)
 
 
-def _by_autograd(grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None,
-                 seed: torch.Tensor, p: float, causal: bool, scale: float | None, gqa: bool) -> Tensors:
-    """The composite path's gradients: its forward again, with the same random draws, differentiated by autograd."""
+def _composed_backward(grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None,
+                       seed: torch.Tensor, p: float, causal: bool, scale: float | None, gqa: bool) -> Tensors:
+    """The composite path's gradients, with the random draws of its forward."""
     now = ops.get_rng_state(query.device) if p > 0 else None
     if p > 0:
         ops.set_rng_state(seed.cpu(), query.device)
-    gradients = composed_attention_backward(grad, query, key, value, mask, p, causal, scale, gqa)
+    gradients = attention_gradients(grad, query, key, value, mask, p, causal, scale, gqa)
     if now is not None:
         ops.set_rng_state(now, query.device)
     return gradients
-
-
-def composed_attention_backward(grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None,
-                                p: float, causal: bool, scale: float | None, gqa: bool) -> Tensors:
-    """The gradients of `composed_attention`, by autograd.
-
-    In this thread: a thread of the device's own would let go of the operands some time after it is done with them.
-    """
-    with torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
-        leaves = [t.detach().requires_grad_() for t in (query, key, value)]
-        out = F.scaled_dot_product_attention(*leaves, mask, p, causal, scale=scale, enable_gqa=gqa)
-        return torch.autograd.grad(out, leaves, grad)
 
 
 def backend_of(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, p: float, causal: bool,
@@ -217,27 +206,6 @@ for _op in (attention, attention_dropout):
 # Dropout --------------------------------------------------------------------------------------------------------------
 
 
-def _has_fused_dropout(device: torch.device) -> bool:
-    """Where eager's dropout is one kernel that saves a boolean mask."""
-    return device.type not in ("cpu", "mps", "meta")
-
-
-def dropout_kernel(src: torch.Tensor, p: float) -> Tensors:
-    """(result, mask of what is kept), drawn as eager draws on the device."""
-    if _has_fused_dropout(src.device) and 0 < p < 1:
-        return _aten.native_dropout(src, p, True)  # type: ignore[no-any-return]
-    kept = torch.empty_like(src).bernoulli_(1 - p)
-    mask = kept.bool()
-    return src * kept.div_(1 - p), mask
-
-
-def dropout_backward_kernel(grad: torch.Tensor, mask: torch.Tensor, p: float) -> torch.Tensor:
-    """The gradient of `dropout_kernel`'s operand."""
-    if _has_fused_dropout(grad.device):
-        return _aten.native_dropout_backward(grad, mask, 1.0 / (1.0 - p))  # type: ignore[no-any-return]
-    return grad * mask.to(grad.dtype).div_(1 - p)
-
-
 def _fake_dropout(src: torch.Tensor, p: float) -> Tensors:
     return torch.empty_like(src), torch.empty_like(src, dtype=torch.bool)
 
@@ -325,8 +293,10 @@ torch.library.register_autograd("fxo::linear_8bit", _linear_8bit_gradient, setup
 
 def neutral_attention(query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
                       scale: float | None = None, enable_gqa: bool = False) -> Any:
-    """`torch.nn.functional.scaled_dot_product_attention` through the neutral op; a mask that is trained keeps torch's own path."""
-    if attn_mask is not None and attn_mask.requires_grad or query.ndim != 4:
+    """`torch.nn.functional.scaled_dot_product_attention` through the neutral op. Torch's own path stay a mask that is trained, a dropout of
+    everything, and heads that are broadcast."""
+    is_odd = query.ndim != 4 or dropout_p >= 1 or query.shape[0] != key.shape[0] or not enable_gqa and query.shape[1] != key.shape[1]
+    if is_odd or attn_mask is not None and attn_mask.requires_grad:
         return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     op = attention_dropout if dropout_p > 0 else attention
     return op(query, key, value, attn_mask, float(dropout_p), is_causal, scale, enable_gqa)[0]

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from . import neutral
+from . import composed, neutral
 from .graph import Bounds
 from .torch_compat import without_modes
 
@@ -138,7 +138,7 @@ def _bias_bytes(args: tuple[Any, ...]) -> int:
 
 def _attention_backward(grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None,
                         *saved_and_options: Any) -> tuple[torch.Tensor, ...]:
-    return neutral.composed_attention_backward(grad, query, key, value, mask, *saved_and_options[4:])
+    return composed.attention_gradients(grad, query, key, value, mask, *saved_and_options[4:])
 
 
 _DROPOUTS = frozenset({neutral.dropout, neutral.dropout_backward})
@@ -146,8 +146,8 @@ _KERNELS: Mapping[object, Callable[..., Any]] = {
     neutral.attention: neutral.composed_attention,
     neutral.attention_dropout: neutral.composed_attention,
     neutral.attention_backward: _attention_backward,
-    neutral.dropout: neutral.dropout_kernel,
-    neutral.dropout_backward: neutral.dropout_backward_kernel,
+    neutral.dropout: composed.dropout_kernel,
+    neutral.dropout_backward: composed.dropout_backward_kernel,
 }
 
 
