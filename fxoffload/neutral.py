@@ -48,19 +48,19 @@ def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask
                scale: float | None, gqa: bool) -> Tensors:
     """(out, logsumexp, seed, offset) by the kernel eager dispatches here; what a kernel has no use for is empty."""
     kernel = backend_of(query, key, value, mask, p, causal, scale, gqa)
-    if kernel is SDPBackend.FLASH_ATTENTION and query.device.type == "cpu":
+    if kernel == SDPBackend.FLASH_ATTENTION and query.device.type == "cpu":
         out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, p, causal, attn_mask=_additive(mask, query.dtype), scale=scale)
         return _neutral_layout(out), lse, *_nothing(query)
-    if kernel is SDPBackend.FLASH_ATTENTION:
+    if kernel == SDPBackend.FLASH_ATTENTION:
         out, lse, _, _, _, _, seed, offset, _ = _aten._scaled_dot_product_flash_attention(query, key, value, p, causal, False, scale=scale)
         return _neutral_layout(out), lse, seed, offset
-    if kernel is SDPBackend.CUDNN_ATTENTION:
+    if kernel == SDPBackend.CUDNN_ATTENTION:
         bias = _additive(mask, query.dtype)
         out, lse, _, _, _, _, seed, offset, _ = _aten._scaled_dot_product_cudnn_attention(
             query, key, value, bias, True, p, causal, False, scale=scale)
         return _neutral_layout(out), lse, seed, offset
-    if kernel is SDPBackend.EFFICIENT_ATTENTION:
+    if kernel == SDPBackend.EFFICIENT_ATTENTION:
         out, lse, seed, offset = _aten._scaled_dot_product_efficient_attention(
             query, key, value, _aligned_bias(mask, query, key), True, p, causal, scale=scale)
         return _neutral_layout(out), lse, seed, offset
@@ -71,7 +71,7 @@ def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask
 
 def composed_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, p: float, causal: bool,
                        scale: float | None, gqa: bool) -> torch.Tensor:
-    """Attention where no fused kernel is: several ops, with values of length x length between them."""
+    """Attention as torch dispatches it: where no fused kernel is, several ops with values of length x length between them."""
     out = F.scaled_dot_product_attention(query, key, value, mask, p, causal, scale=scale, enable_gqa=gqa)
     return _neutral_layout(out)
 
@@ -80,42 +80,61 @@ def _attention_backward(grad: torch.Tensor, query: torch.Tensor, key: torch.Tens
                         out: torch.Tensor, lse: torch.Tensor, seed: torch.Tensor, offset: torch.Tensor, p: float, causal: bool,
                         scale: float | None, gqa: bool) -> Tensors:
     kernel = backend_of(query, key, value, mask, p, causal, scale, gqa)
-    if kernel is SDPBackend.FLASH_ATTENTION and query.device.type == "cpu":
+    if kernel == SDPBackend.FLASH_ATTENTION and query.device.type == "cpu":
         return _aten._scaled_dot_product_flash_attention_for_cpu_backward(  # type: ignore[no-any-return]
             grad, query, key, value, out, lse, p, causal, attn_mask=_additive(mask, query.dtype), scale=scale)
     lengths = (query.shape[2], key.shape[2])
-    if kernel is SDPBackend.FLASH_ATTENTION:
+    if kernel == SDPBackend.FLASH_ATTENTION:
         return _aten._scaled_dot_product_flash_attention_backward(  # type: ignore[no-any-return]
             grad, query, key, value, out, lse, None, None, *lengths, p, causal, seed, offset, scale=scale)
-    if kernel is SDPBackend.CUDNN_ATTENTION:
+    if kernel == SDPBackend.CUDNN_ATTENTION:
         return _aten._scaled_dot_product_cudnn_attention_backward(  # type: ignore[no-any-return]
             grad, query, key, value, out, lse, seed, offset, _additive(mask, query.dtype), None, None, *lengths, p, causal, scale=scale)
-    if kernel is SDPBackend.EFFICIENT_ATTENTION:
+    if kernel == SDPBackend.EFFICIENT_ATTENTION:
         gradients = _aten._scaled_dot_product_efficient_attention_backward(
             grad, query, key, value, _aligned_bias(mask, query, key), out, lse, seed, offset, p, [True, True, True, False], causal, scale=scale)
         return gradients[:3]  # type: ignore[no-any-return]
-    return _composed_backward(grad, query, key, value, mask, seed, p, causal, scale, gqa)
+    return _redrawn(
+        attention_gradients if kernel == SDPBackend.MATH else _by_autograd, seed, (grad, query, key, value, mask, p, causal, scale, gqa))
 
 
-def _composed_backward(grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None,
-                       seed: torch.Tensor, p: float, causal: bool, scale: float | None, gqa: bool) -> Tensors:
-    """The composite path's gradients, with the random draws of its forward."""
-    now = ops.get_rng_state(query.device) if p > 0 else None
-    if p > 0:
-        ops.set_rng_state(seed.cpu(), query.device)
-    gradients = attention_gradients(grad, query, key, value, mask, p, causal, scale, gqa)
-    if now is not None:
-        ops.set_rng_state(now, query.device)
-    return gradients
+def _redrawn(gradients: Callable[..., Tensors], seed: torch.Tensor, operands: tuple[Any, ...]) -> Tensors:
+    """The gradients, with the random draws of the forward where there were any."""
+    query, p = operands[1], operands[5]
+    if not p:
+        return gradients(*operands)
+    now = ops.get_rng_state(query.device)
+    ops.set_rng_state(seed.cpu(), query.device)
+    results = gradients(*operands)
+    ops.set_rng_state(now, query.device)
+    return results
+
+
+def _by_autograd(grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None,
+                 p: float, causal: bool, scale: float | None, gqa: bool) -> Tensors:
+    """The forward again, differentiated by autograd.
+
+    In this thread: a thread of the device's own would let go of the operands some time after it is done with them.
+    """
+    with torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
+        query, key, value = (t.detach().requires_grad_() for t in (query, key, value))
+        out = F.scaled_dot_product_attention(query, key, value, mask, p, causal, scale=scale, enable_gqa=gqa)
+        return torch.autograd.grad(out, (query, key, value), grad)
+
+
+_DIRECT = (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)
 
 
 def backend_of(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, p: float, causal: bool,
-               scale: float | None, gqa: bool) -> SDPBackend:
-    """The kernel `scaled_dot_product_attention` dispatches for these operands on their device, as far as we call it directly."""
+               scale: float | None, gqa: bool) -> SDPBackend | None:
+    """The kernel `scaled_dot_product_attention` dispatches for these operands on their device; MATH is none, but several ops.
+
+    None where it does more than call the kernel: pad heads, or a kernel of another vendor. Compare with `==`: every call of the enum
+    makes an object of its own.
+    """
     choice = SDPBackend(torch._fused_sdp_choice(query, key, value, mask, p, causal, scale=scale, enable_gqa=gqa))
-    if choice is not SDPBackend.MATH and query.device.type != "cpu" and query.shape[-1] % 8:
-        return SDPBackend.MATH
-    return choice
+    is_padded = query.device.type != "cpu" and query.shape[-1] % 8 != 0
+    return choice if choice == SDPBackend.MATH or choice in _DIRECT and not is_padded else None
 
 
 def _nothing(like: torch.Tensor) -> Tensors:
