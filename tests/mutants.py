@@ -70,7 +70,7 @@ def changed(owner: object, name: str, value: object) -> Iterator[None]:
 
 def without_lines() -> Iterator[Mutant]:
     """One release, wait, start, sink, gather or checkpoint less in a sample; its result, if it has one, is its source's."""
-    for sample in ("LOWERED", "LOGICAL"):
+    for sample in ("LOWERED", "LOGICAL", "BUCKETS"):
         lines = getattr(samples, sample).splitlines(keepends=True)
         for i, line in enumerate(lines):
             if "fxo." in line:
@@ -94,13 +94,14 @@ def _renamed(line: str, name: str, source: str) -> str:
 
 
 def early_releases() -> Iterator[Mutant]:
-    """One release of the lowered sample before the last line that reads, makes or awaits."""
-    lines = samples.LOWERED.splitlines(keepends=True)
-    for i, line in enumerate(lines):
-        if line.startswith("fxo.release"):
-            at = max(k for k in range(i) if not lines[k].startswith("fxo.release"))
-            damaged = "".join([*lines[:at], line, *lines[at:i], *lines[i + 1 :]])
-            yield Mutant(f"LOWERED: too early {line.strip()}", lambda d=damaged: changed(samples, "LOWERED", d))
+    """One release of a lowered sample before the last line that reads, makes or awaits."""
+    for sample in ("LOWERED", "BUCKETS"):
+        lines = getattr(samples, sample).splitlines(keepends=True)
+        for i, line in enumerate(lines):
+            if line.startswith("fxo.release"):
+                at = max(k for k in range(i) if not lines[k].startswith("fxo.release"))
+                damaged = "".join([*lines[:at], line, *lines[at:i], *lines[i + 1 :]])
+                yield Mutant(f"{sample}: too early {line.strip()}", lambda s=sample, d=damaged: changed(samples, s, d))
 
 
 def without_effects() -> Iterator[Mutant]:
