@@ -54,6 +54,14 @@ def test_no_bucket_raises_the_graphs_own_peak() -> None:
     assert buckets(graph) == []
 
 
+def test_buckets_that_are_there_at_once_are_counted_together_with_their_padding() -> None:
+    """Below the peak are 1,444 bytes; two parts of 512 are 960 more than two copies of 32."""
+    starts = "".join(f"%w{i}@0/in: f32[8] = fxo.swap_in %w{i}, device\n" for i in range(4))
+    reads = "".join(f"%w{i}@0: f32[8] = fxo.wait %w{i}@0/in\n" for i in range(4)) + "".join(f"%e{i}: f32[8] = aten.exp %w{i}@0\n" for i in range(4))
+    lines = text.render(step(starts + reads), Bounds(), columns=False).replace("8192", "400").replace("1024", "50")
+    assert buckets(text.parse(lines, DEVICE), bytes=64) == [("w0@0", "w1@0")]
+
+
 def test_a_large_copy_is_overtaken_by_an_eighth_of_its_bytes_at_most() -> None:
     """w1 has 1024 bytes and is too large for a bucket of 512; w0, w2 and w3 have 128, of which one may go ahead of it."""
     sizes = (32, 256, 32, 32)
