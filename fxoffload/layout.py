@@ -32,7 +32,7 @@ def part_of(flat: torch.Tensor, offset: int, size: Sequence[int], stride: Sequen
 def bytes_of(src: torch.Tensor) -> torch.Tensor:
     """A view of a tensor's memory as bytes, from its first to its last element."""
     flat = torch.empty(0, dtype=torch.uint8, device=src.device)
-    return flat.set_(src.untyped_storage(), src.storage_offset() * src.element_size(), (extent_bytes(src),))  # type: ignore[call-overload, no-any-return]
+    return flat.set_(src.untyped_storage(), src.storage_offset() * src.element_size(), (extent_bytes(src),))  # type: ignore[call-overload]
 
 
 def extent_bytes(src: torch.Tensor) -> int:

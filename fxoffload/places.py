@@ -100,7 +100,8 @@ def _alone(weights: Mapping[str, torch.Tensor]) -> frozenset[str]:
     users = Counter(p.untyped_storage().data_ptr() for p in weights.values())
     return frozenset(
         name for name, p in weights.items()
-        if p.numel() and users[p.untyped_storage().data_ptr()] == 1 and not p.is_shared() and p.untyped_storage().nbytes() == extent_bytes(p))
+        if p.numel() and users[p.untyped_storage().data_ptr()] == 1 and not p.is_shared()  # type: ignore[no-untyped-call]
+        and p.untyped_storage().nbytes() == extent_bytes(p))
 
 
 @functools.lru_cache(maxsize=None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import io
@@ -15,7 +16,7 @@ import torch
 from fxoffload.effects import Tier
 from fxoffload.layout import part_of, side_by_side
 from fxoffload.runtime.host_memory import HostMemory
-from fxoffload.runtime.transfers import SynchronousEngine
+from fxoffload.runtime.transfers import StreamEngine, SynchronousEngine
 
 pytestmark = pytest.mark.unit
 CPU = torch.device("cpu")
@@ -125,3 +126,51 @@ def test_members_are_saved_copied_and_pickled_each_for_itself(memory: HostMemory
     assert len(stream.getvalue()) < 2048
     twin = copy.deepcopy(members["1"])
     assert twin.untyped_storage().nbytes() == 600 and torch.equal(twin, members["1"])
+
+
+class Streams:
+    """A device module whose streams run at once and whose events are written down."""
+
+    def __init__(self) -> None:
+        self.recorded = 0
+        self.waited: list[object] = []
+
+    def Stream(self, device: torch.device) -> Streams:
+        return self
+
+    def Event(self) -> Streams:
+        return self
+
+    def current_stream(self, device: torch.device) -> Streams:
+        return self
+
+    def stream(self, stream: object) -> contextlib.nullcontext[None]:
+        return contextlib.nullcontext()
+
+    def record(self, stream: object) -> None:
+        self.recorded += 1
+
+    def wait_stream(self, stream: object) -> None:
+        pass
+
+    def wait_event(self, event: object) -> None:
+        self.waited.append(event)
+
+    def synchronize(self) -> None:
+        pass
+
+
+def test_an_engine_with_streams_ends_a_bucket_with_one_event_and_holds_its_sources_until_the_wait(
+        memory: HostMemory, monkeypatch: pytest.MonkeyPatch) -> None:
+    streams = Streams()
+    monkeypatch.setattr(torch, "get_device_module", lambda device: streams)
+    engine, members = StreamEngine(CPU, memory), housed(memory)
+    apart = [*members, torch.ones(3)]
+    transfer = engine.swap_in_many(apart)
+    assert (engine.copies["h2d"], streams.recorded, engine.moved_bytes["h2d"]) == (2, 1, 2048 + 512)
+    assert list(transfer.borrowed) == apart
+    flat = engine.wait(transfer)
+    assert len(streams.waited) == 1 and not transfer.borrowed
+    assert torch.equal(part_of(flat, 512, (300,), (1,), torch.bfloat16), sources()[1])
+    engine.finish()
+    assert engine._last_in is None

@@ -96,7 +96,7 @@ class HostMemory:
         self._given.add(storage)
         self.live_bytes[tier] += n_bytes
         self.peak_bytes[tier] = max(self.peak_bytes[tier], self.live_bytes[tier])
-        return torch.empty(0, dtype=src.dtype).set_(storage, 0, src.shape, src.stride())  # type: ignore[call-overload, no-any-return]
+        return torch.empty(0, dtype=src.dtype).set_(storage, 0, src.shape, src.stride())  # type: ignore[call-overload]
 
     def _reserved(self, tier: Tier, n_bytes: int) -> tuple[Slab, int]:
         """A slab of the tier, and where in it so many bytes are free no longer."""
