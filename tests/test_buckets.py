@@ -95,8 +95,8 @@ def test_forwards_buckets_are_one_copy_each() -> None:
     model.fxoffload.close()
 
 
-def test_the_same_steps_without_buckets_take_more_copies_and_less_from_the_planner() -> None:
-    """A plan that was saved before there were buckets replays: one copy each, the same bits."""
+def test_a_plan_without_buckets_replays_with_a_copy_for_each_load_and_the_same_bits() -> None:
+    """As one does that was saved before there were any."""
     case = lora()
     first = compiled(lora())
     plan = first.fxoffload.plan
