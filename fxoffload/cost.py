@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 
-import torch
 import torch.fx as fx
 
 from . import ops
@@ -42,8 +41,7 @@ def node_s(node: fx.Node, bounds: Bounds, machine: Machine) -> tuple[Channel, fl
     if node.op != "call_function" or (spec is None and is_view(node)):
         return Channel.COMPUTE, 0.0
     if spec is not None and spec.channel in (Channel.H2D, Channel.D2H):
-        source: list[torch.Tensor] = tensors_in(node.args[0].meta.get("val"))  # type: ignore[union-attr]
-        n_bytes = sum(tensor_bytes(v, bounds) for v in source)
+        n_bytes = sum(tensor_bytes(v, bounds) for source in spec.nodes(node, "src") for v in tensors_in(source.meta.get("val")))
         return spec.channel, machine.transfer_s(n_bytes, spec.channel, _host_tier(node, spec))
     if spec is not None or op_name(node) == "getitem" or not tensors_in(node.meta.get("val")):
         return Channel.COMPUTE, 0.0
@@ -101,8 +99,8 @@ def _apart(a: int, b: int) -> float:
 
 
 def _host_tier(node: fx.Node, spec: ops.Spec) -> Tier:
-    """The host tier that a transfer reads or writes; pinned where the graph does not say."""
-    origin = node if spec.channel is Channel.D2H else node.args[0]
+    """The host tier that a transfer reads or writes, of several sources the first's; pinned where the graph does not say."""
+    origin = node if spec.channel is Channel.D2H else spec.nodes(node, "src")[0]
     while isinstance(origin, fx.Node) and is_view(origin):
         origin = view_source(origin)
     if not isinstance(origin, fx.Node):

@@ -160,8 +160,8 @@ def _of_effect(
     """Storages of the operands on which a memory op has such an effect."""
     if spec is None:
         return ()
-    found = [spec.argument(node, effect.value) for effect in spec.effects if type(effect) is effect_type]
-    return tuple(storage for operand in found for storage in of.get(operand, ()))  # type: ignore[call-overload]
+    found = [operand for effect in spec.effects if type(effect) is effect_type for operand in spec.nodes(node, effect.value)]
+    return tuple(storage for operand in found for storage in of.get(operand, ()))
 
 
 def _storages(

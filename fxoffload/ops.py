@@ -13,6 +13,7 @@ import torch
 import torch.fx as fx
 
 from .effects import Alloc, Await, Borrow, Channel, Effect, Free, Read, Tier
+from .layout import extent_bytes, part_of, side_by_side
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,17 @@ class Spec:
                     return node.args[position]
                 return node.kwargs.get(name, argument.default_value)
         raise KeyError(f"{self.name} has no argument {name!r}")
+
+    def nodes(self, node: fx.Node, name: str) -> tuple[fx.Node, ...]:
+        """The nodes that `node` passes for the schema argument `name`: one, or those of a list."""
+        value = self.argument(node, name)
+        items = value if isinstance(value, (list, tuple)) else (value,)
+        return tuple(item for item in items if isinstance(item, fx.Node))
+
+    @property
+    def starts_transfer(self) -> bool:
+        """Whether the result is pending: there until a wait."""
+        return any(isinstance(effect, Alloc) and effect.pending for effect in self.effects)
 
 
 SPECS: dict[torch._ops.OpOverload, Spec] = {}
@@ -79,6 +91,18 @@ def _copy_to(src: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 def _empty_on(src: torch.Tensor, device: torch.device) -> torch.Tensor:
     return torch.empty_strided(src.shape, src.stride(), dtype=src.dtype, device=device)
+
+
+def _copies_to(src: list[torch.Tensor], device: torch.device) -> torch.Tensor:
+    offsets, n_bytes = side_by_side(map(extent_bytes, src))
+    flat = torch.empty(n_bytes, dtype=torch.uint8, device=device)
+    for offset, one in zip(offsets, src):
+        part_of(flat, offset, one.shape, one.stride(), one.dtype).copy_(one)
+    return flat
+
+
+def _flat_on(src: list[torch.Tensor], device: torch.device) -> torch.Tensor:
+    return torch.empty(side_by_side(map(extent_bytes, src))[1], dtype=torch.uint8, device=device)
 
 
 def _same(src: torch.Tensor) -> torch.Tensor:
@@ -138,6 +162,15 @@ swap_out = define(
     "swap_out(Tensor src, Device device, str tier) -> Tensor",
     lambda src, device, tier: _copy_to(src, device), lambda src, device, tier: _empty_on(src, device),
     (Borrow("src"), Alloc("result", "tier", pending=True)), Channel.D2H,
+)
+# The members of a bucket lie in one Storage, in order, as `layout.side_by_side` says; each is read through its part.
+swap_in_many = define(
+    "swap_in_many(Tensor[] src, Device device) -> Tensor",
+    _copies_to, _flat_on, (Borrow("src"), Alloc("result", Tier.DEVICE, pending=True)), Channel.H2D,
+)
+part = define(
+    "part(Tensor(a) flat, int offset, SymInt[] size, SymInt[] stride, ScalarType dtype) -> Tensor(a)",
+    part_of, part_of, (Read("flat"),), Channel.COMPUTE, alias_of="flat",
 )
 wait = define(
     "wait(Tensor(a) src) -> Tensor(a)",

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import functools
-
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import nn
 
 from .effects import Tier
 from .integrations import bitsandbytes
-from .runtime.host_memory import HostMemory, slab_bytes
+from .layout import extent_bytes, padded
+from .runtime.host_memory import HostMemory
+from .runtime.slabs import slab_bytes, whole_pages
 
 HOST = torch.device("cpu")
 
@@ -47,16 +49,29 @@ class Places:
         """Puts all buffers on the device: capture must see them where they will be."""
         self._move_buffers(self.device)
 
-    def house(self, homes: Mapping[str, Tier], memory: HostMemory) -> None:
-        """Puts every named parameter's bytes into its host tier: page-locked slabs, the disk file, or where they are."""
-        moves = {n: p for n, p in named_weights(self.model) if homes.get(n) is Tier.DISK or (homes.get(n) is Tier.PINNED and memory.pin)}
-        memory.reserve_pinned(sum(slab_bytes(p) for n, p in moves.items() if homes[n] is Tier.PINNED))
+    def house(self, homes: Mapping[str, Tier], memory: HostMemory, neighbours: Iterable[str] = ()) -> None:
+        """Puts every named parameter's bytes into its host tier: page-locked slabs, the disk file, or where they are. The `neighbours`
+        of one tier lie side by side in that order, in ordinary memory too."""
+        weights = {n: p for n, p in named_weights(self.model) if n in homes}
+        alone = _alone(weights)
+        together: dict[Tier, dict[str, torch.Tensor]] = {}
+        for name in neighbours:
+            if name in alone:
+                together.setdefault(homes[name], {})[name] = weights.pop(name)
+        moves = {n: p for n, p in weights.items() if homes[n] is Tier.DISK or (homes[n] is Tier.PINNED and memory.pin)}
+        of_pinned = sum(padded(extent_bytes(p)) for p in together.get(Tier.PINNED, {}).values())
+        memory.reserve_pinned(whole_pages(of_pinned) + sum(slab_bytes(p) for n, p in moves.items() if homes[n] is Tier.PINNED))
+        for tier, members in together.items():
+            for parameter, housed in zip(members.values(), memory.empty_together(list(members.values()), tier)):
+                self._move_into(housed, parameter, tier)
         for name, parameter in moves.items():
-            housed = memory.empty_like(parameter, homes[name])
-            parameter.data = housed.copy_(parameter.data)
-            if homes[name] is Tier.DISK:
-                self._on_disk.append(parameter)
+            self._move_into(memory.empty_like(parameter, homes[name]), parameter, homes[name])
         bitsandbytes.follow_weights(self.model)
+
+    def _move_into(self, housed: torch.Tensor, parameter: torch.Tensor, tier: Tier) -> None:
+        parameter.data = housed.copy_(parameter.data)
+        if tier is Tier.DISK:
+            self._on_disk.append(parameter)
 
     def restore(self) -> None:
         """Everything is on the host again, nothing in the disk file."""
@@ -78,6 +93,15 @@ class Places:
             for module in self.model.modules() for name, buffer in module._buffers.items() if buffer is not None
         ]
         return [*moved, bitsandbytes.move_tables(self.model, device)]
+
+
+def _alone(weights: Mapping[str, torch.Tensor]) -> frozenset[str]:
+    """Names of the weights whose memory is their own, all of it: others that look into it would not follow."""
+    users = Counter(p.untyped_storage().data_ptr() for p in weights.values())
+    return frozenset(
+        name for name, p in weights.items()
+        if p.numel() and users[p.untyped_storage().data_ptr()] == 1 and not p.is_shared()  # type: ignore[no-untyped-call]
+        and p.untyped_storage().nbytes() == extent_bytes(p))
 
 
 @functools.lru_cache(maxsize=None)

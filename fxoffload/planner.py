@@ -313,9 +313,10 @@ def apply(graph: fx.Graph, context: Context, names: Sequence[str]) -> fx.Graph:
     return graph
 
 
-# The rewrites that plan-swap must see done, and those that apply what it decides.
+# The rewrites that plan-swap must see done; those that apply what it decides, which plan-buckets must see done; and the rest.
 _BEFORE_SWAPS = ("sink-gradients", "insert-checkpoint", "recompute")
-_AFTER_SWAPS = ("insert-gather", "lower-gather", "insert-swap", "hoist-transfers", "sink-waits", "insert-release")
+_BEFORE_BUCKETS = ("insert-gather", "lower-gather", "insert-swap", "hoist-transfers", "sink-waits")
+_LAST = ("bucket-transfers", "insert-release")
 
 
 def _complete(problem: Problem, chosen: _Candidate) -> Solution:
@@ -329,7 +330,9 @@ def _complete(problem: Problem, chosen: _Candidate) -> Solution:
     place_parameters(graph, problem.parameters, chosen.resident)
     graph = apply(graph, context, _BEFORE_SWAPS)
     decisions = chosen.recomputation.decisions + decide("plan-swap", graph, replace(context, options={"slack_bytes": chosen.slack_bytes}))
-    lowered = apply(graph, replace(context, plan=_bare(decisions)), _AFTER_SWAPS)
+    lowered = apply(graph, replace(context, plan=_bare(decisions)), _BEFORE_BUCKETS)
+    decisions += decide("plan-buckets", lowered, context)
+    lowered = apply(lowered, replace(context, plan=_bare(decisions)), _LAST)
     simulation = simulate(lowered, context.bounds, problem.machine, chosen.outside_bytes, context.workspace)
     if budget is not None and simulation.device_peak_bytes > budget:
         over = simulation.device_peak_bytes - budget

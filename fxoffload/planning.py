@@ -21,6 +21,7 @@ from .effects import Tier
 from .errors import PlanError
 from .footprint import Footprint
 from .graph import Bounds, Role, border_of, copy_graph, info, output_of
+from .layout import padded
 from .liveness import base_nodes, liveness
 from .machine import Machine
 from .optimizer_states import States
@@ -28,8 +29,8 @@ from .pins import PARAMETER_PLACES, VALUE_PLACES, Pin, idle_pins, pinned_names
 from .pipeline import Context, Pipeline, get_pass, pipeline_names
 from .planner import USER_SCALAR_BYTES, Parameter, Problem, Solution, outside_bytes, place_parameters, solve
 from .places import named_constants, named_weights
-from .plans import GraphPlan, Plan, Prediction, Reside, SwapOut
-from .runtime.host_memory import whole_pages
+from .plans import GraphPlan, Plan, Prediction, Reside, SwapOut, neighbours
+from .runtime.slabs import whole_pages
 from .simulate import simulate
 from .sizes import format_bytes
 from .split import saved_names
@@ -73,7 +74,8 @@ class Planning:
     """`plan`: the Plan so far. `resident`: names of the parameters on the device, None until the first graph is planned.
 
     `states`: what the optimizer keeps, None where none steps: then no trained parameter resides on the device. `disk_file_bytes`: what
-    the disk file must hold for every graph so far.
+    the disk file must hold for every graph so far. `neighbours`: parameters that lie side by side on the host, in that order, as the first
+    graph's buckets say; None until there is one.
     """
 
     model: nn.Module
@@ -91,6 +93,7 @@ class Planning:
     homes: dict[str, Tier] = field(default_factory=dict)
     disk_file_bytes: int = 0
     accumulates: bool = False
+    neighbours: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         for one in idle_pins(self.pins, (name for name, _ in self.model.named_parameters()), PARAMETER_PLACES):
@@ -147,6 +150,8 @@ class Planning:
         self._check_disk(lowered, context.bounds)
         assert self.plan is not None
         known = self.plan.graphs[fingerprint]
+        if self.neighbours is None:
+            self.neighbours = neighbours(known.decisions)
         log.info("plan %s, graph %s: %s", self.plan.id, known.label, summary(known))
         return known.label, lowered
 
@@ -247,8 +252,9 @@ class Planning:
         Raises PlanError naming the bytes that are missing.
         """
         solution = solve(self._problem(graph, context))
-        if self._host_short(solution) > 0:
-            self._move_to_disk(solution, context, trained=False)
+        if self._host_short(solution) > 0 and self._move_to_disk(solution, context, trained=False):
+            # What lies on disk is in other buckets than what does not.
+            solution = solve(self._problem(graph, context))
         if self._host_short(solution) > 0 and self._uses(solution, context.swap_tier):
             context = replace(context, swap_tier=Tier.DISK)
             on_disk = solve(self._problem(graph, context))
@@ -320,8 +326,10 @@ class Planning:
         kept = self._kept_bytes(solution.resident)
         off = [p for p in self.parameters().values() if p.fqn not in solution.resident]
         states = sum(p.state_bytes for p in off)
-        host = sum(p.n_bytes for p in off if p.home is not Tier.DISK) + states + simulation.host_peak_bytes + kept[False]
-        disk = sum(p.n_bytes for p in off if p.home is Tier.DISK) + simulation.disk_peak_bytes + kept[True]
+        together = frozenset(neighbours(solution.decisions) if self.neighbours is None else self.neighbours)
+        held = {p.fqn: padded(p.n_bytes) if p.fqn in together else p.n_bytes for p in off}
+        host = sum(held[p.fqn] for p in off if p.home is not Tier.DISK) + states + simulation.host_peak_bytes + kept[False]
+        disk = sum(held[p.fqn] for p in off if p.home is Tier.DISK) + simulation.disk_peak_bytes + kept[True]
         return Prediction(
             simulation.device_peak_bytes, host, disk, simulation.step_s, simulation.peak_node, simulation.moved_bytes)
 

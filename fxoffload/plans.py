@@ -68,8 +68,16 @@ class Recompute:
     value: str
 
 
-Decision = Reside | Gather | SwapOut | SwapIn | Sink | Recompute
-_KINDS: dict[str, type] = {k.__name__.lower(): k for k in (Reside, Gather, SwapOut, SwapIn, Sink, Recompute)}
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """The device copies `values` ("<parameter>@<number>") come as one: started with the first that starts, awaited with the first that
+    is awaited, gone with the last. They lie in it in this order."""
+
+    values: tuple[str, ...]
+
+
+Decision = Reside | Gather | SwapOut | SwapIn | Sink | Recompute | Bucket
+_KINDS: dict[str, type] = {k.__name__.lower(): k for k in (Reside, Gather, SwapOut, SwapIn, Sink, Recompute, Bucket)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,7 +268,21 @@ def decision_from(raw: Mapping[str, object]) -> Decision:
     kind = _KINDS[str(fields.pop("kind"))]
     if "tier" in fields:
         fields["tier"] = Tier(fields["tier"])
+    if kind is Bucket:
+        fields["values"] = _names(fields["values"])
     return kind(**fields)  # type: ignore[no-any-return]
+
+
+def _names(raw: object) -> tuple[str, ...]:
+    if not isinstance(raw, (list, tuple)) or not all(isinstance(name, str) for name in raw):
+        raise TypeError(f"not a list of names: {raw!r}")
+    return tuple(raw)
+
+
+def neighbours(decisions: Iterable[Decision]) -> tuple[str, ...]:
+    """Names of the parameters that come in buckets, in the order in which their bytes lie side by side on the host: then most buckets
+    are one copy."""
+    return tuple(dict.fromkeys(copy.rsplit("@", 1)[0] for one in decisions if isinstance(one, Bucket) for copy in one.values))
 
 
 def _rows(decisions: Iterable[Decision], indent: str) -> list[str]:

@@ -223,7 +223,8 @@ class Session:
         resident = self.planning.resident or frozenset()
         self.places.settle(resident)
         self.memory.reserve_disk(self.planning.disk_file_bytes)
-        self.places.house({n: t for n, t in self.planning.homes.items() if n not in resident}, self.memory)
+        homes = {n: t for n, t in self.planning.homes.items() if n not in resident}
+        self.places.house(homes, self.memory, self.planning.neighbours or ())
 
     def close(self) -> None:
         """The plain model again: classes, places and memory as before compile. Idempotent."""

@@ -80,6 +80,6 @@ def _moved_bytes(graph: fx.Graph, bounds: Bounds) -> dict[str, int]:
     moved: Counter[str] = Counter()
     for node in graph.nodes:
         spec = ops.spec_of(node)
-        if node.target in (ops.swap_in, ops.swap_out) and spec is not None and spec.channel is not None:
+        if spec is not None and spec.starts_transfer:
             moved[spec.channel.value] += tensor_bytes(node.meta["val"], bounds)
     return dict(moved)

@@ -16,6 +16,7 @@ import torch.fx as fx
 from . import ops
 from .errors import VerifyError
 from .graph import constant_of, name_of, tensors_in
+from .layout import extent_bytes, part_of, side_by_side
 
 CPU = torch.device("cpu")
 
@@ -42,11 +43,10 @@ def run_twin(graph: fx.Graph, inputs: Sequence[object]) -> object:
 
 @dataclass(frozen=True, slots=True)
 class _Open:
-    """A Transfer whose copy is still to come."""
+    """A Transfer whose copies, from a source to a destination each, are still to come."""
 
     started: fx.Node
-    source: torch.Tensor
-    destination: torch.Tensor
+    copies: tuple[tuple[torch.Tensor, torch.Tensor], ...]
 
 
 class _Twin:
@@ -59,6 +59,7 @@ class _Twin:
         self._special: Mapping[object, Callable[[fx.Node], object]] = {
             ops.swap_in: self._start,
             ops.swap_out: self._start,
+            ops.swap_in_many: self._start_many,
             ops.wait: self._wait,
             ops.release: self._release,
         }
@@ -98,12 +99,22 @@ class _Twin:
         return node.target(*[self.value(value) for value in node.args], **kwargs)  # type: ignore[operator]
 
     def _start(self, node: fx.Node) -> torch.Tensor:
-        self._check_readable(node)
         source = self._tensor(node.args[0])
         destination = torch.empty_strided(source.shape, source.stride(), dtype=source.dtype)
+        return self._begin(node, destination, ((source, destination),))
+
+    def _start_many(self, node: fx.Node) -> torch.Tensor:
+        sources = [self._tensor(source) for source in node.args[0]]  # type: ignore[union-attr]
+        offsets, n_bytes = side_by_side(map(extent_bytes, sources))
+        flat = torch.empty(n_bytes, dtype=torch.uint8)
+        parts = [part_of(flat, offset, s.shape, s.stride(), s.dtype) for offset, s in zip(offsets, sources)]
+        return self._begin(node, flat, tuple(zip(sources, parts)))
+
+    def _begin(self, node: fx.Node, destination: torch.Tensor, copies: tuple[tuple[torch.Tensor, torch.Tensor], ...]) -> torch.Tensor:
+        self._check_readable(node)
         _poison(destination)
         if _address(destination):  # all empty memory has address 0: nothing to copy, nothing to wait for
-            self._open[_address(destination)] = _Open(node, source, destination)
+            self._open[_address(destination)] = _Open(node, copies)
         return destination
 
     def _wait(self, node: fx.Node) -> torch.Tensor:
@@ -112,8 +123,9 @@ class _Twin:
         if transfer is None and waited.numel():
             raise VerifyError(f"%{name_of(node)} waits for %{name_of(node.all_input_nodes[0])}, which no open Transfer makes")
         if transfer is not None:
-            self._check_not_released(node, transfer.source, name_of(transfer.started))
-            transfer.destination.copy_(transfer.source)
+            for source, destination in transfer.copies:
+                self._check_not_released(node, source, name_of(transfer.started))
+                destination.copy_(source)
         self._check_not_released(node, waited, name_of(node.all_input_nodes[0]))
         return waited
 

@@ -112,8 +112,10 @@ def effects_of(node: fx.Node, live: Liveness) -> Iterator[tuple[type[Effect], tu
     spec = ops.spec_of(node)
     if spec is not None:
         for effect in spec.effects:
-            storages = live.defined_at(node) if effect.value == "result" else live.of[spec.argument(node, effect.value)]  # type: ignore[index]
-            yield type(effect), storages
+            if effect.value == "result":
+                yield type(effect), live.defined_at(node)
+            else:
+                yield type(effect), tuple(s for operand in spec.nodes(node, effect.value) for s in live.of[operand])
         return
     kind = Touch if _needs_no_bytes(node) else Read
     for operand in operands(node):
@@ -259,7 +261,7 @@ def _only_looks(target: object) -> bool:
 
 def _starts_transfer(node: fx.Node) -> bool:
     spec = ops.spec_of(node)
-    return spec is not None and any(isinstance(effect, Alloc) and effect.pending for effect in spec.effects)
+    return spec is not None and spec.starts_transfer
 
 
 def _written(node: fx.Node) -> list[fx.Node]:

@@ -5,9 +5,12 @@ if __name__ != "fxoffload.passes":
 
 # The pipeline in one readable tuple each. "plan" decides on a canonical graph, "lower" applies a plan to one.
 PIPELINES = {
-    "plan": ("plan-recompute", "sink-gradients", "insert-checkpoint", "recompute", "plan-swap"),
+    "plan": (
+        "plan-recompute", "sink-gradients", "insert-checkpoint", "recompute", "plan-swap", "insert-gather", "lower-gather", "insert-swap",
+        "hoist-transfers", "sink-waits", "plan-buckets",
+    ),
     "lower": (
         "sink-gradients", "insert-checkpoint", "recompute", "insert-gather", "lower-gather", "insert-swap", "hoist-transfers",
-        "sink-waits", "insert-release",
+        "sink-waits", "bucket-transfers", "insert-release",
     ),
 }

@@ -1,68 +1,74 @@
-"""bucket-transfers: small parameter copies that follow each other start together, so that the runtime may move them as one.
+"""bucket-transfers: the copies of every Bucket decision become one `swap_in_many`, one `wait`, and a `part` for each.
 
-A copy of 4 MiB reaches 96 % of a bus's rate and one of 16 KiB a few percent (DESIGN.md 4). Copies of parameters, each smaller than
-`bytes`, that are neighbours in the order of h2d are grouped until a group has `bytes`: the later starts move up behind the first.
-Nothing else changes, every copy keeps its own node and its own wait, so verifier, liveness and executor need no new rule.
-
-Limits. A start moves only as far as its bytes fit below the graph's own peak at every node in between: the pass never raises the
-peak, and under a tight budget it may find nothing to do. It says which copies may be one; making them one is the runtime's matter and
-needs their host blocks side by side (a pinned arena laid out by first use). Values that were swapped out are left alone: they
-return from blocks of their own. A group never crosses a larger copy, which would delay it.
+The start stands where the first member started, the wait where the first was awaited. Each part takes the place of its member's own
+wait, and its name: what reads the parameter is left as it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Sequence
 
+import torch
 import torch.fx as fx
 
 from fxoffload import ops
-from fxoffload.liveness import Liveness, live_curve, liveness
+from fxoffload.graph import INFO, NodeInfo, Names, by_name
+from fxoffload.layout import extent_bytes, side_by_side
 from fxoffload.pipeline import Context, Pass
-
-# Where the rate of pinned copies levels off on the measured hosts: 54.8 of 55 GB/s (DESIGN.md 4, h200.json).
-GROUP_BYTES = 16 << 20
+from fxoffload.plans import Bucket
 
 
 def run(graph: fx.Graph, ctx: Context) -> fx.Graph:
-    """`graph` with the starts of small parameter copies next to each other where they fit. Option `bytes`: a group's size."""
-    live = liveness(graph, ctx.bounds)
-    room = _Room(live, ctx.workspace)
-    limit = int(ctx.options.get("bytes", GROUP_BYTES))
-    group: list[fx.Node] = []
-    group_bytes = 0
-    for node, n_bytes in _parameter_copies(live):
-        if group and group_bytes < limit and n_bytes < limit and room.take(live.index[group[0]], live.index[node], n_bytes):
-            group[-1].append(node)
-            group.append(node)
-            group_bytes += n_bytes
-            continue
-        group, group_bytes = ([node], n_bytes) if n_bytes < limit else ([], 0)
+    """`graph` with the plan's buckets. Raises ValueError for a member that is no copy of an input to the device."""
+    if ctx.plan is None:
+        return graph
+    nodes, names = by_name(graph), Names(graph)
+    place = {node: i for i, node in enumerate(graph.nodes)}
+    for decision in ctx.plan.decisions:
+        if isinstance(decision, Bucket):
+            members = [_awaited(nodes, name) for name in decision.values]
+            _merge(graph, members, names.fresh("bucket"), place)
     return graph
 
 
-def _parameter_copies(live: Liveness) -> Iterator[tuple[fx.Node, int]]:
-    """Every start of a copy to the device with its bytes; one that is no parameter's counts as too large to join a group."""
-    for node in live.nodes:
-        if node.target is ops.swap_in:
-            is_input = node.args[0].op == "placeholder"  # type: ignore[union-attr]
-            yield node, sum(s.n_bytes for s in live.defined_at(node)) if is_input else 1 << 62
+def _awaited(nodes: dict[str, fx.Node], name: str) -> fx.Node:
+    """The wait of that name, which must end a copy of an input."""
+    node = nodes.get(name)
+    start = node.args[0] if node is not None and node.target is ops.wait else None
+    if node is None or not isinstance(start, fx.Node) or start.target is not ops.swap_in or start.args[0].op != "placeholder":  # type: ignore[union-attr]
+        raise ValueError(f"bucket: {name!r} is no copy of an input to the device")
+    return node
 
 
-class _Room:
-    """Device bytes alive at every node, and whether more fit below their peak."""
+def _merge(graph: fx.Graph, waits: Sequence[fx.Node], name: str, place: dict[fx.Node, int]) -> None:
+    starts = [wait.all_input_nodes[0] for wait in waits]
+    sources = [start.all_input_nodes[0] for start in starts]
+    values = [source.meta["val"] for source in sources]
+    offsets, n_bytes = side_by_side(map(extent_bytes, values))
+    with graph.inserting_before(min(starts, key=place.__getitem__)):
+        flat = graph.call_function(ops.swap_in_many, (sources, starts[0].args[1]))
+    with graph.inserting_before(min(waits, key=place.__getitem__)):
+        ready = graph.call_function(ops.wait, (flat,))
+    with values[0].fake_mode:
+        value = torch.empty(n_bytes, dtype=torch.uint8, device=values[0].device)
+    flat.meta = {"val": value, INFO: NodeInfo(f"{name}/in")}
+    ready.meta = {"val": value, INFO: NodeInfo(name)}
+    _release_once(graph, [*starts, *waits], ready, place)
+    for wait, start, source, offset in zip(waits, starts, values, offsets):
+        wait.target, wait.args = ops.part, (ready, offset, list(source.shape), list(source.stride()), source.dtype)
+        graph.erase_node(start)
 
-    def __init__(self, live: Liveness, workspace: Callable[[fx.Node], int]) -> None:
-        self._alive = list(live_curve(live, workspace=workspace).total_bytes)
-        self._peak = max(self._alive, default=0)
 
-    def take(self, first: int, end: int, n_bytes: int) -> bool:
-        """True, and the bytes are taken, when they fit at every node from `first` up to `end`."""
-        if max(self._alive[first:end], default=0) + n_bytes > self._peak:
-            return False
-        for i in range(first, end):
-            self._alive[i] += n_bytes
-        return True
+def _release_once(graph: fx.Graph, members: Sequence[fx.Node], ready: fx.Node, place: dict[fx.Node, int]) -> None:
+    """Where members have releases of their own, the last one becomes the bucket's."""
+    releases = sorted({user for node in members for user in node.users if user.target is ops.release}, key=place.__getitem__)
+    if not releases:
+        return
+    with graph.inserting_after(releases[-1]):
+        release = graph.call_function(ops.release, (ready,))
+    release.meta[INFO] = NodeInfo(f"{ready.meta[INFO].name}/release")
+    for one in releases:
+        graph.erase_node(one)
 
 
-PASS = Pass("bucket-transfers", run, requires=frozenset({"lowered", "awaited"}), options={"bytes": GROUP_BYTES})
+PASS = Pass("bucket-transfers", run, requires=frozenset({"lowered", "awaited"}), breaks=frozenset({"fits"}))

@@ -20,8 +20,9 @@ from pathlib import Path
 import pytest
 import samples
 
-from fxoffload import liveness, ops, twin, verify, versions
+from fxoffload import liveness, ops, places, twin, verify, versions
 from fxoffload.effects import Borrow
+from fxoffload.runtime import arena
 
 TESTS = Path(__file__).parent
 VERIFIER = ("test_verify.py",)
@@ -70,7 +71,7 @@ def changed(owner: object, name: str, value: object) -> Iterator[None]:
 
 def without_lines() -> Iterator[Mutant]:
     """One release, wait, start, sink, gather or checkpoint less in a sample; its result, if it has one, is its source's."""
-    for sample in ("LOWERED", "LOGICAL"):
+    for sample in ("LOWERED", "LOGICAL", "BUCKETS"):
         lines = getattr(samples, sample).splitlines(keepends=True)
         for i, line in enumerate(lines):
             if "fxo." in line:
@@ -94,13 +95,14 @@ def _renamed(line: str, name: str, source: str) -> str:
 
 
 def early_releases() -> Iterator[Mutant]:
-    """One release of the lowered sample before the last line that reads, makes or awaits."""
-    lines = samples.LOWERED.splitlines(keepends=True)
-    for i, line in enumerate(lines):
-        if line.startswith("fxo.release"):
-            at = max(k for k in range(i) if not lines[k].startswith("fxo.release"))
-            damaged = "".join([*lines[:at], line, *lines[at:i], *lines[i + 1 :]])
-            yield Mutant(f"LOWERED: too early {line.strip()}", lambda d=damaged: changed(samples, "LOWERED", d))
+    """One release of a lowered sample before the last line that reads, makes or awaits."""
+    for sample in ("LOWERED", "BUCKETS"):
+        lines = getattr(samples, sample).splitlines(keepends=True)
+        for i, line in enumerate(lines):
+            if line.startswith("fxo.release"):
+                at = max(k for k in range(i) if not lines[k].startswith("fxo.release"))
+                damaged = "".join([*lines[:at], line, *lines[at:i], *lines[i + 1 :]])
+                yield Mutant(f"{sample}: too early {line.strip()}", lambda s=sample, d=damaged: changed(samples, s, d))
 
 
 def without_effects() -> Iterator[Mutant]:
@@ -157,6 +159,8 @@ _LINES = {
     "swap_in wait": r"%(\S+/\S+@\d+): \S+ = fxo\.wait %(\S+)",
     "swap_out wait": r"%(\S+\^\d+): \S+ = fxo\.wait %(\S+)",
     "sink wait": r"%(\S+\.grad): \S+ = fxo\.wait %(\S+)",
+    "bucket wait": r"%(bucket#\d+): \S+ = fxo\.wait %(\S+)",
+    "part": r"%(\S+@\d+): \S+ = fxo\.part %(bucket#\d+), .*",
 }
 _PAIRS = {
     "gather": r"%((?:model|lm_head)\S+\.weight@\d+)/in: \S+ = fxo\.swap_in %([^\s,]+), device",
@@ -184,9 +188,20 @@ def lowered_llama() -> Iterator[Mutant]:
     for i, match in _some(lines, r"%(\S+@\d+)/in: \S+ = fxo\.swap_in %(\S+\^\d+), device"):
         ready = next(k for k, line in enumerate(lines) if line.startswith(f"%{match[2]}: "))
         yield _llama(f"return of {match[1]} before its swap_out is awaited", [*lines[:ready], lines[i], *lines[ready:i], *lines[i + 1 :]])
-    for i, match in _some(lines, r"%(\S+q_proj\.weight@\d+)/in: \S+ = fxo\.swap_in %([^\s,]+), device"):
-        other = lines[i].replace(f"%{match[2]},", f"%{match[2].replace('q_proj', 'k_proj')},")
+    for i, match in _some(lines, r"%(\S+o_proj\.weight@\d+)/in: \S+ = fxo\.swap_in %([^\s,]+), device"):
+        other = lines[i].replace(f"%{match[2]},", f"%{match[2].replace('o_proj', 'k_proj')},")
         yield _llama(f"gather of another parameter as {match[1]}", [*lines[:i], other, *lines[i + 1 :]])
+    yield from _damaged_buckets(lines)
+
+
+def _damaged_buckets(lines: list[str]) -> Iterator[Mutant]:
+    """A bucket with two of its sources exchanged, or with a part that looks at another's bytes."""
+    for i, match in _some(lines, r"%(bucket#\d+)/in: \S+ = fxo\.swap_in_many \[.*q_proj\.weight.*k_proj\.weight.*\], device"):
+        other = lines[i].replace("q_proj", "?").replace("k_proj", "q_proj").replace("?", "k_proj")
+        yield _llama(f"with two sources of {match[1]} exchanged", [*lines[:i], other, *lines[i + 1 :]])
+    for i, match in _some(lines, r"%(\S+k_proj\.weight@\d+): \S+ = fxo\.part %bucket#\d+, (\d+), .*"):
+        other = lines[i].replace(f", {match[2]}, [", f", {int(match[2]) - 512}, [")
+        yield _llama(f"with the part {match[1]} 512 bytes too early", [*lines[:i], other, *lines[i + 1 :]])
 
 
 def _some(lines: list[str], pattern: str) -> list[tuple[int, re.Match[str]]]:
@@ -213,8 +228,32 @@ def broken_passes() -> Iterator[Mutant]:
     yield Mutant("recompute: views are saved", lambda: changed(modules["recompute"], "is_view", _no), golden)
     yield Mutant("plan-recompute: written inputs are read again", lambda: changed(modules["plan_recompute"], "_writes", _no), ("passes/test_recompute.py",))
     yield Mutant("insert-gather: views keep an old copy", lambda: changed(versions._Versions, "_note_view", _nothing), golden)
+    yield from broken_buckets()
     for name in ("sink_gradients", "insert_swap", "sink_waits"):
         yield Mutant(f"{name}: between a tuple and its elements", lambda n=name: changed(modules[n], "last_element", _itself), golden)
+
+
+def broken_buckets() -> Iterator[Mutant]:
+    """One rule of what is merged, how and where it lies switched off."""
+    planner, rewrite = (importlib.import_module(f"fxoffload.passes.{n}") for n in ("plan_buckets", "bucket_transfers"))
+    tests = ("passes/test_plan_buckets.py",)
+    yield Mutant("plan-buckets: there is always room", lambda: changed(planner._Room, "holds", _yes), tests)
+    yield Mutant("plan-buckets: what is taken is not counted", lambda: changed(planner._Room, "take", _nothing), tests)
+    yield Mutant("plan-buckets: no copy is held up too long", lambda: changed(planner, "_HELD_UP", 1 << 40), tests)
+    yield Mutant("plan-buckets: parts are not padded", lambda: changed(planner, "padded", _itself), tests)
+    yield Mutant("bucket-transfers: members keep their releases", lambda: changed(rewrite, "_release_once", _nothing), ("passes/test_golden.py",))
+    yield Mutant("arena: neighbours at any distance", lambda: changed(arena.Run, "takes", _takes_all), ("test_arena.py",))
+    yield Mutant("arena: runs that leave it", lambda: changed(arena.Arena, "holds", _yes), ("test_arena.py",))
+    yield Mutant("places: views move too", lambda: changed(places, "_alone", frozenset), ("test_buckets.py",))
+
+
+def _takes_all(run: arena.Run, offset: int, n_bytes: int, address: int) -> bool:
+    run.n_bytes = offset - run.offset + n_bytes
+    return run.arena is not None
+
+
+def _yes(*_: object) -> bool:
+    return True
 
 
 def _itself(value: object) -> object:

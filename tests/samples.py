@@ -73,6 +73,38 @@ fxo.backward
 return ((%y), (%gx, %w.grad))
 """
 
+# Two weights that come in one bucket each way; backward reads them in the other order.
+BUCKETS = """\
+graph "buckets" (s0 <= 4)
+%x: f32[s0,8] = input {role=batch}
+%w: f32[8,8]@pinned = input {role=parameter, fqn="w"}
+%u: f32[8]@pinned = input {role=parameter, fqn="u"}
+%t: f32[s0,8] = input {role=tangent}
+%bucket#0/in: u8[1024] = fxo.swap_in_many [%w, %u], device
+%a: f32[s0,8] = aten.neg %x
+%bucket#0: u8[1024] = fxo.wait %bucket#0/in
+%w@0: f32[8,8] = fxo.part %bucket#0, 0, [8, 8], [8, 1], f32
+%h: f32[s0,8] = aten.mm %a, %w@0
+fxo.release %a
+%u@0: f32[8] = fxo.part %bucket#0, 512, [8], [1], f32
+%y: f32[s0,8] = aten.mul.Tensor %h, %u@0
+fxo.release %bucket#0
+fxo.release %h
+fxo.backward
+%bucket#1/in: u8[1024] = fxo.swap_in_many [%w, %u], device
+%bucket#1: u8[1024] = fxo.wait %bucket#1/in
+%u@1: f32[8] = fxo.part %bucket#1, 512, [8], [1], f32
+%gh: f32[s0,8] = aten.mul.Tensor %t, %u@1
+%w@1: f32[8,8] = fxo.part %bucket#1, 0, [8, 8], [8, 1], f32
+%wt: f32[8,8;1,8] = aten.t %w@1
+%ga: f32[s0,8] = aten.mm %gh, %wt
+fxo.release %bucket#1
+fxo.release %gh
+%gx: f32[s0,8] = aten.neg %ga
+fxo.release %ga
+return ((%y), (%gx, none, none))
+"""
+
 
 def sample_inputs(rows: int = 3) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """x, w and the tangent of the samples; `rows` is s0."""
@@ -169,9 +201,11 @@ def _travel(draw: st.DrawFn, lines: list[str], k: int) -> str | None:
 
 @dataclass(frozen=True)
 class Llama:
-    """A really captured and lowered step: `before` is the canonical graph, `after` the lowered one, both as text."""
+    """A really captured and lowered step: `before` is the canonical graph, `after` the lowered one, `unmerged` the same before copies
+    are merged into buckets and values released, all as text."""
 
     before: str
+    unmerged: str
     after: str
     plan: GraphPlan
     device_budget_bytes: int
@@ -204,11 +238,11 @@ def _captured_llama() -> Llama:
             pins=(fxoffload.pin("*silu*", "checkpoint"),), dump_dir=folder,
         )
         dumps = sorted((Path(folder) / "train").glob("*.ir"))
-        before, after = dumps[0].read_text(), dumps[-1].read_text()
+        before, unmerged, after = (dumps[i].read_text() for i in (0, -3, -1))
         plan = next(graph for graph in model.fxoffload.plan.graphs.values() if graph.label == "train")
         budget = model.fxoffload.plan.device_budget_bytes
         model.fxoffload.close()
-    return Llama(_without_columns(before), _without_columns(after), plan, budget)
+    return Llama(*map(_without_columns, (before, unmerged, after)), plan, budget)
 
 
 def _without_columns(dump: str) -> str:

@@ -44,6 +44,17 @@ def test_a_wait_is_the_last_use_of_what_its_transfer_borrows() -> None:
     assert last_use(live)["a"] == "h"
 
 
+def test_parts_share_the_storage_of_their_bucket_and_its_wait_is_the_last_use_of_every_source() -> None:
+    live = live_of(samples.BUCKETS.split("\n", 1)[1])
+    nodes = by_name(live.nodes[0].graph)
+    assert {live.of[nodes[name]] for name in ("bucket#0/in", "bucket#0", "w@0", "u@0")} == {live.of[nodes["bucket#0/in"]]}
+    assert last_use(live)["w"] == last_use(live)["u"] == "bucket#1"
+    assert last_use(live)["bucket#0/in"] == "bucket#0/release"
+    (storage,) = live.of[nodes["u@1"]]
+    assert (storage.n_bytes, storage.tier, storage.kind) == (1024, Tier.DEVICE, Kind.PARAMETER)
+    assert base_nodes(live)[storage] is nodes["bucket#1/in"]
+
+
 def test_bytes_are_those_at_the_maxima() -> None:
     live = live_of("%x: f32[s0,8] = input\n%a: bf16[s0,8] = aten.relu %x\nreturn (%a)", Bounds({"s0": 3}))
     assert {s.name: s.n_bytes for s in live.first} == {"x": 96, "a": 48}

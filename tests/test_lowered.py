@@ -12,7 +12,7 @@ import torch.fx as fx
 from fxoffload import ops, text
 from fxoffload.effects import Tier
 from fxoffload.graph import Role, info, name_of, output_of
-from fxoffload.plans import Gather, Recompute, SwapIn, SwapOut
+from fxoffload.plans import Bucket, Gather, Recompute, SwapIn, SwapOut
 from fxoffload.split import split
 from fxoffload.testing.golden import DEVICE
 from fxoffload.testing.twins import assert_same_results
@@ -58,8 +58,12 @@ def test_every_decision_of_the_plan_is_a_node() -> None:
     graph, decisions = lowered(), samples.llama().plan.decisions
     kinds = {kind: sum(isinstance(d, kind) for d in decisions) for kind in (Gather, SwapIn, SwapOut, Recompute)}
     assert min(kinds.values()) > 0
+    buckets = [d for d in decisions if isinstance(d, Bucket)]
+    merged = sum(len(bucket.values) for bucket in buckets)
     sunk = sum(info(n).name.endswith(".grad") for n in graph.nodes)
-    assert count(graph, ops.swap_in) == kinds[Gather] + kinds[SwapIn]
+    assert merged > len(buckets) > 0
+    assert (count(graph, ops.swap_in_many), count(graph, ops.part)) == (len(buckets), merged)
+    assert count(graph, ops.swap_in) == kinds[Gather] + kinds[SwapIn] - merged
     assert count(graph, ops.swap_out) == kinds[SwapOut] + sunk
-    assert count(graph, ops.wait) == count(graph, ops.swap_in) + count(graph, ops.swap_out)
+    assert count(graph, ops.wait) == sum(count(graph, op) for op in (ops.swap_in, ops.swap_in_many, ops.swap_out))
     assert {d.value for d in decisions if isinstance(d, Recompute)} <= {info(n).origin for n in graph.nodes}

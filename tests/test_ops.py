@@ -17,6 +17,8 @@ EXPECTED = {
     "checkpoint": ((Read("src"),), Channel.COMPUTE, True, True),
     "swap_in": ((Borrow("src"), Alloc("result", Tier.DEVICE, pending=True)), Channel.H2D, False, True),
     "swap_out": ((Borrow("src"), Alloc("result", "tier", pending=True)), Channel.D2H, False, True),
+    "swap_in_many": ((Borrow("src"), Alloc("result", Tier.DEVICE, pending=True)), Channel.H2D, False, True),
+    "part": ((Read("flat"),), Channel.COMPUTE, False, True),
     "wait": ((Await("src"),), Channel.COMPUTE, False, True),
     "release": ((Free("src"),), Channel.COMPUTE, False, False),
     "rng_state": ((Alloc("result", Tier.PAGEABLE),), Channel.HOST, False, False),
@@ -46,6 +48,29 @@ def test_a_copy_on_one_device_is_a_new_tensor_with_the_same_layout(op: torch._op
     copied = op(source, CPU)
     assert torch.equal(copied, source) and copied.stride() == source.stride()
     assert copied.data_ptr() != source.data_ptr()
+
+
+def bucket_members() -> list[torch.Tensor]:
+    return [torch.arange(6.0).reshape(2, 3).t(), torch.arange(300, dtype=torch.bfloat16), torch.tensor([True, False]), torch.ones(1, 1, 2)]
+
+
+def test_a_bucket_is_one_memory_and_each_part_of_it_is_its_member_at_an_aligned_offset() -> None:
+    members = bucket_members()
+    flat = ops.swap_in_many(members, CPU)
+    assert (flat.dtype, flat.shape) == (torch.uint8, (512 + 1024 + 512 + 512,))
+    for member, offset in zip(members, (0, 512, 1536, 2048)):
+        part = ops.part(flat, offset, member.shape, member.stride(), member.dtype)
+        assert torch.equal(part, member) and part.stride() == member.stride() and part.dtype is member.dtype
+        assert part.data_ptr() == flat.data_ptr() + offset
+
+
+def test_a_fake_bucket_has_the_size_of_a_real_one() -> None:
+    real = ops.swap_in_many(bucket_members(), CPU)
+    with FakeTensorMode() as mode:
+        fake = ops.swap_in_many([mode.from_tensor(member) for member in bucket_members()], CPU)
+        part = ops.part(fake, 512, [10, 30], [30, 1], torch.bfloat16)
+    assert (fake.shape, fake.dtype) == (real.shape, real.dtype)
+    assert (part.shape, part.dtype, part.untyped_storage().nbytes()) == ((10, 30), torch.bfloat16, real.nbytes)
 
 
 def test_a_fake_copy_is_on_the_device_it_names() -> None:
@@ -92,5 +117,8 @@ def test_an_argument_is_found_by_position_keyword_or_default() -> None:
     spec = ops.spec_of(node)
     assert spec is not None and ops.spec_of(x) is None
     assert (spec.argument(node, "src"), spec.argument(node, "tier")) == (x, "pinned")
+    assert spec.nodes(node, "src") == (x,) and spec.nodes(node, "tier") == ()
+    many = graph.call_function(ops.swap_in_many, ([x, node], CPU))
+    assert ops.SPECS[ops.swap_in_many].nodes(many, "src") == (x, node)
     with pytest.raises(KeyError, match="swap_out has no argument 'speed'"):
         spec.argument(node, "speed")

@@ -17,7 +17,7 @@ from fxoffload import ops, text
 from fxoffload.graph import border_of, info, name_of
 from fxoffload.machine import load_machine, machine_from
 from fxoffload.planner import Problem, Solution, solve
-from fxoffload.plans import Gather, Sink, SwapIn, SwapOut
+from fxoffload.plans import Bucket, Gather, Sink, SwapIn, SwapOut
 from fxoffload.session import Options, Session
 from fxoffload.spill import is_event
 from fxoffload.testing.golden import DEVICE
@@ -74,17 +74,34 @@ def test_copies_are_pulled_apart_from_their_waits() -> None:
 
 
 def test_every_copy_to_the_device_starts_where_the_plan_says() -> None:
-    """Copies for recomputed readers too: between a start and the node it names stand memory nodes and views alone."""
+    """Copies for recomputed readers too: between a start and the node it names stand memory nodes and views alone. A copy in a bucket
+    starts where the first of its members should."""
     solution = recomputing()
     nodes = list(solution.lowered.nodes)
     place = {name_of(node): i for i, node in enumerate(nodes)}
-    early = [d for d in solution.decisions if isinstance(d, (Gather, SwapIn)) and d.start != d.before]
-    assert any("~" in d.before for d in early)
-    for load in early:
-        start = place[load.start]
-        between = nodes[: start][::-1]
-        near = [n for n in itertools.takewhile(lambda n: n.target in (ops.swap_in, ops.wait, ops.release) or not is_event(n), between)]
-        assert any(n.target is ops.swap_in and source_of(n) == load.value for n in near), load
+    loads = [d for d in solution.decisions if isinstance(d, (Gather, SwapIn))]
+    assert any("~" in d.before for d in loads if d.start != d.before)
+    near = {load: starts_before(nodes, place[load.start]) for load in loads}
+    merged = 0
+    for load in loads:
+        if any(n.target is ops.swap_in and load.value in sources_of(n) for n in near[load]):
+            continue
+        merged += 1
+        buckets = [n for n in nodes[: place[load.start]] if n.target is ops.swap_in_many and load.value in sources_of(n)]
+        assert any(bucket in near[one] for bucket in buckets for one in loads if one.value in sources_of(bucket)), load
+    assert merged == sum(len(d.values) for d in solution.decisions if isinstance(d, Bucket))
+
+
+def starts_before(nodes: list[fx.Node], at: int) -> list[fx.Node]:
+    """The copies to the device that start right before the node at that place."""
+    transfers = (ops.swap_in, ops.swap_in_many, ops.wait, ops.release)
+    near = itertools.takewhile(lambda n: n.target in transfers or not is_event(n), reversed(nodes[:at]))
+    return [n for n in near if n.target in (ops.swap_in, ops.swap_in_many)]
+
+
+def sources_of(copy: fx.Node) -> list[str]:
+    """What the decisions call the values that a copy brings."""
+    return [info(source).fqn or name_of(source).rsplit("^", 1)[0] for source in copy.all_input_nodes]
 
 
 def recomputing() -> Solution:
@@ -96,12 +113,6 @@ def recomputing() -> Solution:
             rate["per_s"] /= 50
     budget = int(solved(None).simulation.device_peak_bytes * 0.45)
     return solve(replace(problem(), machine=machine_from(raw, "slow bus"), context=replace(problem().context, device_budget_bytes=budget)))
-
-
-def source_of(copy: fx.Node) -> str:
-    source = copy.args[0]
-    assert isinstance(source, fx.Node)
-    return info(source).fqn or name_of(source).rsplit("^", 1)[0]
 
 
 def test_values_that_backward_swaps_out_leave_in_forward() -> None:

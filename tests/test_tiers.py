@@ -225,8 +225,9 @@ def host_peaks(case: Case, device_budget: str, accumulated: int) -> tuple[int, i
     resident = {r.value for r in session.plan.residency if r.tier is Tier.DEVICE}
     off = [p for n, p in model.named_parameters() if n not in resident]
     states = sum(v.nbytes for p in off for v in optimizer.state[p].values() if v.ndim)
-    # What the graphs put on the host, gradients among it, is counted by the allocator of the tiers.
-    measured = sum(p.nbytes for p in off) + states + sum(session.memory.peak_bytes.values())
+    # What the graphs put on the host, gradients among it, and parameters that come in buckets are counted by the allocator of the tiers.
+    elsewhere = sum(p.nbytes for p in off if not session.memory.owns(p))
+    measured = elsewhere + states + sum(session.memory.peak_bytes.values())
     session.close()
     return session.plan.predicted.host_peak_bytes, measured
 

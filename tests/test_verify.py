@@ -57,6 +57,28 @@ def test_the_lowered_sample_computes_what_plain_autograd_computes() -> None:
         torch.testing.assert_close(got, expected, rtol=0, atol=0)
 
 
+def test_the_sample_with_buckets_keeps_every_fact_and_computes_what_plain_autograd_computes() -> None:
+    graph = text.parse(samples.BUCKETS)
+    curve = verify(graph, BOUNDS, ALL_FACTS, 1 << 20)
+    row, bucket = 4 * 8 * 4, 1024
+    # all of a bucket is there while its last part is read: in forward beside x, h and y, in backward beside x, y, t, gh and ga
+    assert (curve.total_bytes[11], curve.peak_bytes, curve.peak_node) == (3 * row + bucket, 5 * row + bucket, "ga")
+    x, w, t = samples.sample_inputs()
+    u = w[3] + 1
+    (y,), (gx, _, _) = run_twin(graph, (x, w, u, t))  # type: ignore[misc]
+    leaf = x.clone().requires_grad_()
+    expected = (-leaf @ w) * u
+    assert torch.equal(y, expected) and torch.equal(gx, torch.autograd.grad(expected, leaf, t)[0])
+
+
+def test_a_bucket_round_trips_as_text_with_its_parts() -> None:
+    graph = text.parse(samples.BUCKETS)
+    again = text.parse(text.render(graph, BOUNDS))
+    assert text.render(again, BOUNDS, columns=False) == samples.BUCKETS
+    (first, _) = again.find_nodes(op="call_function", target=ops.swap_in_many)
+    assert [n.meta["fxo"].name for n in first.all_input_nodes] == ["w", "u"]
+
+
 def test_the_logical_sample_is_valid_but_not_lowered() -> None:
     graph = text.parse(samples.LOGICAL)
     verify(graph, BOUNDS, frozenset({"functional", "resident", "awaited"}))
@@ -126,6 +148,38 @@ def test_a_host_copy_released_between_swap_in_and_its_wait_is_refused() -> None:
         "%i: f32[8] = fxo.swap_in %h, device\nfxo.release %o\n%b: f32[8] = fxo.wait %i\nreturn (%b)"
     )
     assert complaint(lines).startswith("%o/release releases %o (32 B, pinned) while %i borrows it")
+
+
+BUCKET = '%u: f32[8]@pinned = input {role=parameter, fqn="u"}\n%i: u8[1024] = fxo.swap_in_many [%w, %u], device\n'
+PART = "f32[8] = fxo.part %b, 512, [8], [1], f32\n"
+
+
+def test_a_part_before_the_wait_is_refused() -> None:
+    lines = BUCKET + "%p: f32[8] = fxo.part %i, 0, [8], [1], f32\n%b: u8[1024] = fxo.wait %i\nreturn (%p)"
+    assert complaint(lines).startswith("%p reads %i (1.00 KiB, device) before a wait: %i is pending")
+
+
+def test_a_bucket_released_before_its_last_part_is_read_is_refused() -> None:
+    lines = BUCKET + f"%b: u8[1024] = fxo.wait %i\n%p: {PART}fxo.release %b\n%c: f32[8] = aten.neg %p\nreturn (%c)"
+    assert complaint(lines).startswith("%c reads %i (1.00 KiB, device), which %b/release has freed")
+
+
+def test_a_part_of_a_released_bucket_is_refused() -> None:
+    lines = BUCKET + f"%b: u8[1024] = fxo.wait %i\nfxo.release %b\n%p: {PART}return ()"
+    assert complaint(lines).startswith("%p reads %i (1.00 KiB, device), which %b/release has freed")
+
+
+def test_every_source_of_a_bucket_is_borrowed_until_its_wait() -> None:
+    sent = '%a: f32[8] = aten.relu %x\n%o: f32[8]@pinned = fxo.swap_out %a, host, "pinned"\n%h: f32[8]@pinned = fxo.wait %o\n'
+    for sources in ("%w, %h", "%h, %w"):
+        start, wait = f"%i: u8[1024] = fxo.swap_in_many [{sources}], device\n", "%b: u8[1024] = fxo.wait %i\n"
+        early = f"{sent}{start}fxo.release %o\n{wait}return (%b)"
+        assert complaint(early).startswith("%o/release releases %o (32 B, pinned) while %i borrows it")
+        verify(graph_of(f"{sent}{start}{wait}fxo.release %o\nreturn (%b)"), BOUNDS)
+
+
+def test_a_bucket_that_nobody_awaits_is_refused() -> None:
+    assert "ends with an open Transfer: nothing waits for %i" in complaint(BUCKET + "return ()")
 
 
 def test_a_release_is_allowed_only_after_the_last_of_two_borrowers_is_awaited() -> None:
@@ -377,6 +431,17 @@ def test_the_twin_raises_for_a_read_of_released_memory() -> None:
 def test_the_twin_raises_for_a_source_released_before_the_copy() -> None:
     with pytest.raises(VerifyError, match="%h reads %o, which %a/release has released"):
         twin('%a: f32[8] = aten.relu %x\n%o: f32[8]@pinned = fxo.swap_out %a, host, "pinned"\nfxo.release %a\n%h: f32[8]@pinned = fxo.wait %o\nreturn (%h)')
+
+
+def test_the_twin_raises_for_a_source_of_a_bucket_released_before_the_copy_and_for_a_part_read_before_it() -> None:
+    sent = '%a: f32[8] = aten.relu %x\n%o: f32[8]@pinned = fxo.swap_out %a, host, "pinned"\n%h: f32[8]@pinned = fxo.wait %o\n'
+    start, wait = "%i: u8[1024] = fxo.swap_in_many [%w, %h], device\n", "%b: u8[1024] = fxo.wait %i\n"
+    with pytest.raises(VerifyError, match="%b reads %i, which %o/release has released"):
+        twin(f"{sent}{start}fxo.release %o\n{wait}return (%b)")
+    with pytest.raises(VerifyError, match="%p reads the integers of %i before a wait"):
+        twin(f"{sent}{start}%p: f32[8] = fxo.part %i, 0, [8], [1], f32\n{wait}return (%p)")
+    part = "%p: f32[8] = fxo.part %b, 512, [8], [1], f32\n"
+    assert twin(f"{sent}{start}{wait}{part}return (%p)").tolist() == [1.0] * 8
 
 
 def test_the_twin_copies_at_the_wait_and_so_sees_a_write_in_between() -> None:

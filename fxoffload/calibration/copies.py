@@ -7,7 +7,7 @@ import time
 import torch
 
 from ..effects import Channel
-from ..runtime.host_memory import pinned_slab
+from ..runtime.slabs import pinned_slab
 from ..torch_compat import device_sleep
 from . import fit
 from .bench import Bench

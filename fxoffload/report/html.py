@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from ..effects import Channel, Tier
 from ..graph import module_path
 from ..liveness import largest_live
-from ..plans import Decision, Plan, Recompute, Reside
+from ..plans import Bucket, Decision, Plan, Recompute, Reside
 from ..timeline import Span
 from .views import Report, View, memory_nodes, report_of
 
@@ -77,6 +77,9 @@ def _plan_data(plan: Plan) -> dict[str, object]:
 
 def _decision_row(decision: Decision) -> list[str]:
     """Kind, value and what is decided, in words."""
+    if isinstance(decision, Bucket):
+        first, *others = decision.values
+        return ["bucket", first, "in one copy with " + ", ".join(others)]
     fields = asdict(decision)
     value = fields.pop("value")
     if isinstance(decision, Reside):

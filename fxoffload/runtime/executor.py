@@ -14,6 +14,7 @@ import torch.fx as fx
 from .. import ops
 from ..effects import Alloc, Tier
 from ..graph import root_of, tensors_in
+from ..layout import part_of
 from ..torch_compat import boxed_codegen
 from .transfers import SynchronousEngine, StreamEngine
 
@@ -77,6 +78,10 @@ def _gives_device_bytes(node: fx.Node) -> bool:
 def _bind(node: fx.Node, engine: SynchronousEngine | StreamEngine) -> None:
     if node.target is ops.swap_in:
         node.target, node.args = engine.swap_in, node.args[:1]
+    elif node.target is ops.swap_in_many:
+        node.target, node.args = engine.swap_in_many, node.args[:1]
+    elif node.target is ops.part:
+        node.target = part_of
     elif node.target is ops.swap_out:
         node.target, node.args = engine.swap_out, (node.args[0], node.args[2])
     elif node.target is ops.wait:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -12,12 +13,20 @@ from ..effects import Tier
 from .host_memory import HostMemory
 
 
+Copy = tuple[torch.Tensor, torch.Tensor]
+"""Where bytes go, and where they are."""
+
+
 class Engine(Protocol):
-    """What lowered graphs call. `moved_bytes`: bytes per channel since the engine was made."""
+    """What lowered graphs call. `moved_bytes`, `copies`: bytes, and calls that moved them, per channel since the engine was made."""
 
     moved_bytes: Counter[str]
+    copies: Counter[str]
 
     def swap_in(self, src: torch.Tensor) -> object: ...
+
+    def swap_in_many(self, src: Sequence[torch.Tensor]) -> object:
+        """A bucket: one allocation, one event, and one copy for each run of members that are neighbours on the host as they are in it."""
 
     def swap_out(self, src: torch.Tensor, tier: str) -> object: ...
 
@@ -35,18 +44,30 @@ class SynchronousEngine:
     def __init__(self, device: torch.device, memory: HostMemory) -> None:
         self.device, self.memory = device, memory
         self.moved_bytes: Counter[str] = Counter()
+        self.copies: Counter[str] = Counter()
 
     def swap_in(self, src: torch.Tensor) -> torch.Tensor:
         out = torch.empty_strided(src.shape, src.stride(), dtype=src.dtype, device=self.device)
         out.copy_(src)
-        self.moved_bytes["h2d"] += out.nbytes
+        self._count("h2d", out, 1)
         return out
+
+    def swap_in_many(self, src: Sequence[torch.Tensor]) -> torch.Tensor:
+        flat, copies = bucket(src, self.memory, self.device)
+        for out, one in copies:
+            out.copy_(one)
+        self._count("h2d", flat, len(copies))
+        return flat
 
     def swap_out(self, src: torch.Tensor, tier: str) -> torch.Tensor:
         out = self.memory.empty_like(src, Tier(tier))
         out.copy_(src)
-        self.moved_bytes["d2h"] += out.nbytes
+        self._count("d2h", out, 1)
         return out
+
+    def _count(self, channel: str, out: torch.Tensor, n_copies: int) -> None:
+        self.moved_bytes[channel] += out.nbytes
+        self.copies[channel] += n_copies
 
     @staticmethod
     def wait(transfer: torch.Tensor) -> torch.Tensor:
@@ -58,11 +79,11 @@ class SynchronousEngine:
 
 @dataclass(slots=True)
 class Transfer:
-    """A copy in flight: where it goes, the event that ends it, and the source it borrows."""
+    """Copies in flight: where they go, the event that ends them, and the sources they borrow."""
 
     out: torch.Tensor
     done: torch.Event
-    borrowed: torch.Tensor | None
+    borrowed: Sequence[torch.Tensor]
 
 
 class StreamEngine:
@@ -79,28 +100,31 @@ class StreamEngine:
         self.module = torch.get_device_module(device)
         self.h2d, self.d2h = self.module.Stream(device), self.module.Stream(device)
         self.moved_bytes: Counter[str] = Counter()
+        self.copies: Counter[str] = Counter()
         self._last_in: torch.Event | None = None
         self._to_host: list[Transfer] = []
 
     def swap_in(self, src: torch.Tensor) -> Transfer:
         out = torch.empty_strided(src.shape, src.stride(), dtype=src.dtype, device=self.device)
-        self.moved_bytes["h2d"] += out.nbytes
-        transfer = self._copy(out, src, self.h2d)
-        self._last_in = transfer.done
-        return transfer
+        return self._to_device(out, ((out, src),), (src,))
+
+    def swap_in_many(self, src: Sequence[torch.Tensor]) -> Transfer:
+        flat, copies = bucket(src, self.memory, self.device)
+        return self._to_device(flat, copies, src)
 
     def swap_out(self, src: torch.Tensor, tier: str) -> Transfer:
         out = self.memory.empty_like(src, Tier(tier))
         self.moved_bytes["d2h"] += out.nbytes
+        self.copies["d2h"] += 1
         # The host block may be one that a copy to the device read before: its wait is behind us on the compute stream, which the
         # side stream waits for.
-        transfer = self._copy(out, src, self.d2h)
+        transfer = Transfer(out, self._copied(((out, src),), self.d2h), (src,))
         self._to_host.append(transfer)
         return transfer
 
     def wait(self, transfer: Transfer) -> torch.Tensor:
         self.module.current_stream(self.device).wait_event(transfer.done)
-        transfer.borrowed = None
+        transfer.borrowed = ()
         return transfer.out
 
     def finish(self) -> None:
@@ -113,13 +137,28 @@ class StreamEngine:
             self._last_in.synchronize()
             self._last_in = None
 
-    def _copy(self, out: torch.Tensor, src: torch.Tensor, stream: torch.Stream) -> Transfer:
+    def _to_device(self, out: torch.Tensor, copies: Sequence[Copy], borrowed: Sequence[torch.Tensor]) -> Transfer:
+        self.moved_bytes["h2d"] += out.nbytes
+        self.copies["h2d"] += len(copies)
+        self._last_in = self._copied(copies, self.h2d)
+        return Transfer(out, self._last_in, borrowed)
+
+    def _copied(self, copies: Iterable[Copy], stream: torch.Stream) -> torch.Event:
+        """The event that ends the copies, which wait for what compute was told so far."""
         stream.wait_stream(self.module.current_stream(self.device))
         with self.module.stream(stream):
-            out.copy_(src, non_blocking=True)
+            for out, src in copies:
+                out.copy_(src, non_blocking=True)
             done = self.module.Event()
             done.record(stream)
-        return Transfer(out, done, src)
+        return done  # type: ignore[no-any-return]
+
+
+def bucket(src: Sequence[torch.Tensor], memory: HostMemory, device: torch.device) -> tuple[torch.Tensor, list[Copy]]:
+    """The bytes of a bucket on `device`, not yet filled, and the copies that fill them."""
+    n_bytes, runs = memory.runs(src)
+    flat = torch.empty(n_bytes, dtype=torch.uint8, device=device)
+    return flat, [(flat[run.offset : run.offset + run.n_bytes], run.bytes()) for run in runs]
 
 
 def engine_for(device: torch.device, memory: HostMemory) -> SynchronousEngine | StreamEngine:
