@@ -68,8 +68,18 @@ class Recompute:
     value: str
 
 
-Decision = Reside | Gather | SwapOut | SwapIn | Sink | Recompute
-_KINDS: dict[str, type] = {k.__name__.lower(): k for k in (Reside, Gather, SwapOut, SwapIn, Sink, Recompute)}
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """The cross-entropy at node `value` is computed in `chunks` of rows, with their part of backward; the gradient of a trained head is
+    summed in `blocks` of its classes."""
+
+    value: str
+    chunks: int
+    blocks: int
+
+
+Decision = Reside | Gather | SwapOut | SwapIn | Sink | Recompute | Chunk
+_KINDS: dict[str, type] = {k.__name__.lower(): k for k in (Reside, Gather, SwapOut, SwapIn, Sink, Recompute, Chunk)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ if __name__ != "fxoffload.passes":
 PIPELINES = {
     "plan": ("plan-recompute", "sink-gradients", "insert-checkpoint", "recompute", "plan-swap"),
     "lower": (
-        "sink-gradients", "insert-checkpoint", "recompute", "insert-gather", "lower-gather", "insert-swap", "hoist-transfers",
-        "sink-waits", "insert-release",
+        "chunk-loss", "sink-gradients", "insert-checkpoint", "recompute", "insert-gather", "lower-gather", "insert-swap",
+        "hoist-transfers", "sink-waits", "insert-release",
     ),
 }
