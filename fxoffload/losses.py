@@ -55,7 +55,7 @@ class Loss:
     @property
     def is_mean(self) -> bool:
         """Whether the loss is divided by the number of targets that count."""
-        return self.nll.args[3] == _MEAN
+        return bool(self.nll.args[3] == _MEAN)
 
     @property
     def source(self) -> fx.Node:
