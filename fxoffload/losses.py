@@ -119,6 +119,8 @@ class _Finder:
         inside = {start, *forward, *backward, *self.source_of, *transposes, self.nll, *hidden, *weight}
         outside = self._outside(inside, {self.nll, *hidden, *weight})
         is_product = start.target is _aten.mm.default and not outside
+        if any(n.meta["val"].dtype is torch.float16 for n in backward):
+            raise _Unfit("their gradient is fp16, which has no room for it before the loss's scale is known")
         if backward and not is_product:
             raise _Unfit(_reader(outside) if outside else f"{name_of(start)} stands between the product with the head and the loss")
         if not is_product:
@@ -173,13 +175,14 @@ class _Finder:
             found.append(above)
 
     def _check_forward(self, start: fx.Node, forward: tuple[fx.Node, ...]) -> None:
-        """Raises _Unfit when forward reads the logits elsewhere and a backward follows: the first reason that people understand."""
+        """Raises _Unfit when forward or the caller reads the logits and a backward follows: what backward shows of it says less."""
         if self.border is None:
             return
-        known = {*forward, *self.source_of, self.nll}
-        for _, user in self._outside({start, *known}, {self.nll}):
-            if self.at[user] < self.at[self.border]:
-                raise _Unfit(f"{name_of(user)} reads the logits too")
+        known = {start, *forward, *self.source_of, self.nll}
+        end = self.at[self.border]
+        readers = [(v, user) for v, user in self._outside(known, {self.nll}) if user.op == "output" or self.at[user] < end]
+        if readers:
+            raise _Unfit(_reader(readers))
 
     def _backward(self, log_softmax: fx.Node, forward: tuple[fx.Node, ...]) -> tuple[fx.Node, ...]:
         """The row-wise ops of backward; () when the graph has none."""

@@ -1,7 +1,7 @@
 """`fxo.add_product`: one term of a sum of matrix products that is kept in fp32, whatever is multiplied.
 
-ATen's own (`addmm.dtype`) exists on CUDA alone. There the product is accumulated in fp32 and added before anything is rounded;
-elsewhere the operands are converted first, which gives the same up to the order of sums.
+CUDA multiplies into fp32 as it accumulates (ATen's `mm.dtype`); elsewhere the operands are converted first, which gives the same up to
+the order of sums.
 """
 
 from __future__ import annotations
@@ -12,13 +12,12 @@ _LIBRARY = torch.library.Library("fxo", "FRAGMENT")
 
 
 def _add_product(left: torch.Tensor, right: torch.Tensor, total: torch.Tensor | None) -> torch.Tensor:
-    if left.dtype is torch.float32 or left.dtype is torch.float64:
-        return torch.mm(left, right) if total is None else torch.addmm(total, left, right)
-    if left.device.type == "cuda":
-        if total is None:
-            return torch.mm(left, right, out_dtype=torch.float32)
-        return torch.addmm(total, left, right, out_dtype=torch.float32)
-    return _add_product(left.float(), right.float(), total)
+    wide = sum_dtype(left.dtype)
+    if left.dtype is not wide and left.device.type == "cuda":
+        product = torch.mm(left, right, out_dtype=wide)
+    else:
+        product = torch.mm(left.to(wide), right.to(wide))
+    return product if total is None else product.add_(total)
 
 
 def _fake_add_product(left: torch.Tensor, right: torch.Tensor, total: torch.Tensor | None) -> torch.Tensor:

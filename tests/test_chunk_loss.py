@@ -281,6 +281,12 @@ def test_a_plan_with_chunks_replays_and_is_refused_where_bits_are_promised(tmp_p
     model.fxoffload.close()
 
 
+def test_logits_that_are_an_output_with_a_gradient_of_their_own_stay_whole() -> None:
+    plan = fxoffload.plan(llama().model, batch_of(), device_budget="1GiB", numerics="reordered", outputs="all", machine="cpu")
+    assert plan.count()["chunk"] == 0
+    assert "stay whole: the logits are an output" in plan.explain()
+
+
 class WithZLoss(nn.Module):
     """A router's or PaLM's term on the logits' normalizer."""
 
@@ -303,7 +309,17 @@ class Smoothed(WithZLoss):
         return {"loss": LabelSmoother(0.1)({"logits": out.logits}, labels, shift_labels=True)}
 
 
-@pytest.mark.parametrize("make, reason", [(WithZLoss, "reads the logits too"), (Smoothed, "label smoothing")])
+class HalfLogits(WithZLoss):
+    """What fp16 autocast makes of a head: the gradient of its result is fp16."""
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        hidden = self.inner.model(input_ids=input_ids).last_hidden_state
+        logits = hidden.half() @ self.inner.lm_head.weight.half().t()
+        return {"loss": nn.functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten())}
+
+
+@pytest.mark.parametrize(
+    "make, reason", [(WithZLoss, "reads the logits too"), (Smoothed, "label smoothing"), (HalfLogits, "fp16")])
 def test_a_loss_that_needs_its_logits_whole_is_left_alone_and_the_plan_says_why(make: type, reason: str) -> None:
     plan = fxoffload.plan(make(), batch_of(), device_budget="1GiB", numerics="reordered", machine="cpu")
     assert plan.count()["chunk"] == 0
