@@ -209,7 +209,8 @@ class Planning:
             host = self.budgets.host_bytes if self.budgets.host_named else None
             self.plan = Plan(self.budgets.device_bytes, host, self.machine.name, self.numerics, self._residency(), {})
         notes = [f"{label}: {line}" for line in whole_losses(graph)] if self.numerics == "reordered" else []
-        self.plan = replace(self.plan.with_graph(fingerprint, graph_plan), notes=tuple(dict.fromkeys([*self.plan.notes, *notes])))
+        extended = self.plan.with_graph(fingerprint, graph_plan)
+        self.plan = replace(extended, numerics=self.numerics, notes=tuple(dict.fromkeys([*self.plan.notes, *notes])))
         return solution
 
     def _problem(self, graph: fx.Graph, context: Context) -> Problem:

@@ -67,6 +67,8 @@ class _Chunks:
             shadow.kwargs = {**shadow.kwargs, "dtype": shadow.meta["val"].dtype}
             shadow.args = (self.loss.source, *shadow.args[1:])
         for node in reversed(self.loss.nodes):
+            for element in list(node.users) if node is self.loss.nll else ():
+                self.graph.erase_node(element)
             self.graph.erase_node(node)
 
     # Forward ----------------------------------------------------------------------------------------------------------
@@ -87,9 +89,10 @@ class _Chunks:
         loss = losses[-1]
         if self.loss.is_mean:
             loss = self._call(_aten.div.Tensor, (loss, n_targets), self._scalar())
-        for element in list(self.loss.nll.users):
-            element.replace_all_uses_with(loss if element.args[1] == 0 else n_targets)  # type: ignore[arg-type]
-            self.graph.erase_node(element)
+        for element in self.loss.nll.users:
+            replacement = loss if element.args[1] == 0 else n_targets
+            if replacement is not None:  # else only this loss's own backward, which goes, reads the number of targets
+                element.replace_all_uses_with(replacement)
 
     def _rows(self) -> fx.Node:
         """The source as rows."""

@@ -1,7 +1,7 @@
 """plan-chunks: in how many chunks of rows each cross-entropy is computed.
 
 As few, in powers of two, as keep a chunk's log-probabilities within option `limit_bytes`; a loss within it is left alone, and so is one
-that cannot be computed apart (`fxoffload.losses`).
+that cannot be computed apart (`fxoffload.losses`), and one with a value that the caller has pinned: in chunks there is no such value.
 """
 
 from __future__ import annotations
@@ -19,8 +19,13 @@ def run(graph: fx.Graph, ctx: Context) -> tuple[Decision, ...]:
     limit = int(ctx.options["limit_bytes"])
     if limit < 1:
         raise ValueError(f"plan-chunks: limit_bytes must be positive, got {limit}")
-    found = [_decision(one, ctx, limit) for one in find_losses(graph) if isinstance(one, Loss)]
+    found = [_decision(one, ctx, limit) for one in find_losses(graph) if isinstance(one, Loss) and not _is_pinned(one, ctx)]
     return tuple(decision for decision in found if decision.chunks > 1)
+
+
+def _is_pinned(loss: Loss, ctx: Context) -> bool:
+    pinned = ctx.kept_values | ctx.swapped_values | ctx.recomputed_values
+    return any(name_of(node) in pinned for node in loss.nodes)
 
 
 def _decision(loss: Loss, ctx: Context, limit: int) -> Chunk:

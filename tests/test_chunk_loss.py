@@ -287,6 +287,28 @@ def test_logits_that_are_an_output_with_a_gradient_of_their_own_stay_whole() -> 
     assert "stay whole: the logits are an output" in plan.explain()
 
 
+def test_logits_that_the_caller_has_pinned_stay_whole() -> None:
+    setting, pins = llama(), [fxoffload.pin("/_log_softmax#0", "keep")]
+    budget = 2 * refused_budget("llama")
+    tight = dict(device_budget=budget // 2, numerics="reordered", machine="cpu")
+    assert fxoffload.plan(setting.model, setting.batch, **tight).count()["chunk"] == 1
+    with pytest.raises(fxoffload.PlanError, match="short"):
+        fxoffload.plan(setting.model, setting.batch, pins=pins, **tight)
+    assert fxoffload.plan(setting.model, setting.batch, pins=pins, **tight | {"device_budget": budget}).count()["chunk"] == 0
+
+
+def test_a_bitwise_plan_that_is_extended_with_chunks_is_bitwise_no_more() -> None:
+    setting = llama()
+    made = fxoffload.plan(setting.model, setting.batch, device_budget=refused_budget("llama") + 1, machine="cpu")
+    budget = made.device_budget_bytes
+    model = compiled(setting, budget, plan=made)
+    assert (model.fxoffload.plan.numerics, model.fxoffload.plan.count()["chunk"]) == ("bitwise", 0)
+    larger = replace(setting, batch=batch_of(ROWS, LENGTH + 20))
+    assert step(model, larger)["loss"].isfinite()
+    assert (model.fxoffload.plan.numerics, model.fxoffload.plan.count()["chunk"]) == ("reordered", 1)
+    model.fxoffload.close()
+
+
 class WithZLoss(nn.Module):
     """A router's or PaLM's term on the logits' normalizer."""
 
