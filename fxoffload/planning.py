@@ -30,6 +30,7 @@ from .pipeline import Context, Pipeline, get_pass, pipeline_names
 from .planner import USER_SCALAR_BYTES, Parameter, Problem, Solution, outside_bytes, place_parameters, solve
 from .places import named_constants, named_weights
 from .plans import GraphPlan, Plan, Prediction, Reside, SwapOut, neighbours
+from .reorder import solve_reordered, whole_losses
 from .runtime.slabs import whole_pages
 from .simulate import simulate
 from .sizes import format_bytes
@@ -101,6 +102,8 @@ class Planning:
         self._check_device_pins()
         self.homes = self._homes()
         if self.plan is not None:
+            if self.plan.numerics != "bitwise" and self.numerics == "bitwise":
+                raise PlanError(f"the plan was made with numerics={self.plan.numerics!r}; to replay it, say so here too")
             self._check_residency(self.plan)
             self.resident = frozenset(r.value for r in self.plan.residency if r.tier is Tier.DEVICE)
             self.homes.update({r.value: r.tier for r in self.plan.residency if r.tier.on_host})
@@ -210,7 +213,9 @@ class Planning:
             self.resident = solution.resident
             host = self.budgets.host_bytes if self.budgets.host_named else None
             self.plan = Plan(self.budgets.device_bytes, host, self.machine.name, self.numerics, self._residency(), {})
-        self.plan = self.plan.with_graph(fingerprint, graph_plan)
+        notes = [f"{label}: {line}" for line in whole_losses(graph)] if self.numerics == "reordered" else []
+        extended = self.plan.with_graph(fingerprint, graph_plan)
+        self.plan = replace(extended, numerics=self.numerics, notes=tuple(dict.fromkeys([*self.plan.notes, *notes])))
         return solution
 
     def _problem(self, graph: fx.Graph, context: Context) -> Problem:
@@ -251,18 +256,22 @@ class Planning:
 
         Raises PlanError naming the bytes that are missing.
         """
-        solution = solve(self._problem(graph, context))
+        solution = self._solve(graph, context)
         if self._host_short(solution) > 0 and self._move_to_disk(solution, context, trained=False):
             # What lies on disk is in other buckets than what does not.
-            solution = solve(self._problem(graph, context))
+            solution = self._solve(graph, context)
         if self._host_short(solution) > 0 and self._uses(solution, context.swap_tier):
             context = replace(context, swap_tier=Tier.DISK)
-            on_disk = solve(self._problem(graph, context))
+            on_disk = self._solve(graph, context)
             solution = on_disk if self._disk_short(on_disk, context) <= 0 else solution
         while self._host_short(solution) > 0 and self._move_to_disk(solution, context, trained=True):
-            solution = solve(self._problem(graph, context))
+            solution = self._solve(graph, context)
         self._check_host(solution)
         return solution
+
+    def _solve(self, graph: fx.Graph, context: Context) -> Solution:
+        problem = self._problem(graph, context)
+        return solve_reordered(problem) if self.numerics == "reordered" else solve(problem)
 
     def _host_short(self, solution: Solution) -> int:
         if self.budgets.host_bytes is None:

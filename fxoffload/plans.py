@@ -76,8 +76,18 @@ class Bucket:
     values: tuple[str, ...]
 
 
-Decision = Reside | Gather | SwapOut | SwapIn | Sink | Recompute | Bucket
-_KINDS: dict[str, type] = {k.__name__.lower(): k for k in (Reside, Gather, SwapOut, SwapIn, Sink, Recompute, Bucket)}
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """The cross-entropy at node `value` is computed in `chunks` of rows, with their part of backward; the gradient of a trained head is
+    summed in `blocks` of its classes."""
+
+    value: str
+    chunks: int
+    blocks: int
+
+
+Decision = Reside | Gather | SwapOut | SwapIn | Sink | Recompute | Bucket | Chunk
+_KINDS: dict[str, type] = {k.__name__.lower(): k for k in (Reside, Gather, SwapOut, SwapIn, Sink, Recompute, Bucket, Chunk)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,6 +93,17 @@ def without_modes() -> contextlib.AbstractContextManager[None]:
     return _disable_current_modes()  # type: ignore[no-any-return]
 
 
+def fake_like(like: torch.Tensor, shape: tuple[int | torch.SymInt, ...], dtype: torch.dtype) -> torch.Tensor:
+    """A new contiguous fake tensor where the fake tensor `like` is. Sizes may be expressions of its symbols: making it sets no guard
+    on them (ShapeEnv.suppress_guards)."""
+    mode = like.fake_mode  # type: ignore[attr-defined]
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mode)
+        if mode.shape_env is not None:
+            stack.enter_context(mode.shape_env.suppress_guards())
+        return like.new_empty(shape, dtype=dtype)
+
+
 def written_inputs(joint: fx.Graph) -> list[int]:
     """Positions of the inputs that the forward of AOTAutograd's joint graph writes into (torch._functorch._aot_autograd.descriptors)."""
     outputs = joint.output_node().meta.get("desc", ())

@@ -103,7 +103,7 @@ def _product(name: str, node: fx.Node, bounds: Bounds) -> Work | None:
     """A product of matrices, a convolution as the product it is computed by, None for all else."""
     if name.startswith("convolution"):
         return _convolution(node, bounds, backward="backward" in name)
-    if name in ("mm", "_int_mm", "addmm"):
+    if name in ("mm", "_int_mm", "addmm", "add_product"):
         (m, k), (_, n) = _shapes(node, bounds, *((0, 1) if name != "addmm" else (1, 2)))
     elif name in ("bmm", "baddbmm"):
         (b, rows, k), (_, _, n) = _shapes(node, bounds, *((0, 1) if name == "bmm" else (1, 2)))

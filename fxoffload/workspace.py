@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from . import composed, neutral
 from .graph import Bounds
+from .products import add_product, converted_bytes
 from .torch_compat import without_modes
 
 _aten = torch.ops.aten
@@ -47,6 +48,8 @@ class Workspace:
     def _formula(self, target: object) -> Callable[..., int] | None:
         if target is neutral.linear_8bit:
             return _linear_8bit_on_cpu if self.device_type == "cpu" else _linear_8bit
+        if target is add_product:
+            return None if self.device_type == "cuda" else converted_bytes
         return _FORMULAS.get(target) or _NAMED.get(str(target))
 
     def _concrete(self, value: object) -> object:

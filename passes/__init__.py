@@ -10,7 +10,7 @@ PIPELINES = {
         "hoist-transfers", "sink-waits", "plan-buckets",
     ),
     "lower": (
-        "sink-gradients", "insert-checkpoint", "recompute", "insert-gather", "lower-gather", "insert-swap", "hoist-transfers",
-        "sink-waits", "bucket-transfers", "insert-release",
+        "chunk-loss", "sink-gradients", "insert-checkpoint", "recompute", "insert-gather", "lower-gather", "insert-swap",
+        "hoist-transfers", "sink-waits", "bucket-transfers", "insert-release",
     ),
 }

@@ -27,6 +27,13 @@ class LoadIn(str, Enum):
     eight_bit = "8bit"
 
 
+class Numerics(str, Enum):
+    """Whether the step gives plain PyTorch's bits, or may add in another order."""
+
+    bitwise = "bitwise"
+    reordered = "reordered"
+
+
 class Dtype(str, Enum):
     """The dtype of the weights."""
 
@@ -47,6 +54,8 @@ def run(
         Optional[str], typer.Option(help="A machine file or a shipped name, for example rtx3090. With --sweep several.")] = None,
     optimizer: Annotated[str, typer.Option(help="The optimizer whose states are planned.")] = "adamw",
     dtype: Annotated[Dtype, typer.Option(help="The dtype of the weights.")] = Dtype.bf16,
+    numerics: Annotated[Numerics, typer.Option(
+        help="bitwise: plain PyTorch's bits. reordered: fp32 sums may be added in another order (logits in chunks).")] = Numerics.bitwise,
     save: Annotated[Optional[Path], typer.Option(help="Write the plan, to replay with fxoffload.compile(plan=...).")] = None,
     json: Annotated[Optional[Path], typer.Option(help="Write the numbers as JSON.")] = None,
     html: Annotated[Optional[Path], typer.Option(help="Write the memory timeline, or the sweep, as a page.")] = None,
@@ -63,11 +72,11 @@ def run(
     if sweep:
         if save is not None or explain:
             raise ValueError("--sweep: makes many plans; --save and --explain are for one")
-        return run_sweep(_model_config(model, dtype), axes, _plan_options(host_budget, lora, load_in, optimizer, dtype), json, html)
+        return run_sweep(_model_config(model, dtype), axes, _plan_options(host_budget, lora, load_in, optimizer, dtype, numerics), json, html)
     several = [f"--{name.replace('_', '-').replace('sequence', 'seq')}" for name, values in axes.items() if len(values) > 1]
     if several:
         raise ValueError(f"{several[0]}: several values need --sweep")
-    options = _plan_options(host_budget, lora, load_in, optimizer, dtype) | {
+    options = _plan_options(host_budget, lora, load_in, optimizer, dtype, numerics) | {
         "device_budget": parse_budget(device_budget, "--device-budget"), "machine": machine, "report": html, "explain": explain}
     return _run_one(_model_config(model, dtype), (batch[0], seq[0]), options, save, json)
 
@@ -108,13 +117,14 @@ def _call_plan(config: transformers.PretrainedConfig, shape: tuple[int, int], op
 
 
 def _plan_options(
-    host_budget: str | None, lora: str | None, load_in: LoadIn | None, optimizer: str, dtype: Dtype,
+    host_budget: str | None, lora: str | None, load_in: LoadIn | None, optimizer: str, dtype: Dtype, numerics: Numerics,
 ) -> dict[str, Any]:
     from fxoffload.training.config import QuantizationOptions
     from fxoffload.training.model import lora_config, quantization_config
 
     return {
         "optimizer": optimizer,
+        "numerics": numerics.value,
         "host_budget": None if host_budget is None else parse_bytes(host_budget, "--host-budget"),
         "lora": None if lora is None else lora_config(parse_lora(lora)),
         "quantization": None if load_in is None else quantization_config(QuantizationOptions(load_in.value), dtype.value),

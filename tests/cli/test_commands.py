@@ -72,6 +72,13 @@ def test_plan_hands_adapters_and_quantization_on(assets: Path, planned: list[dic
     assert (quantization.load_in_4bit, quantization.bnb_4bit_use_double_quant) == (True, True)
 
 
+def test_plan_hands_numerics_on_and_is_bitwise_unless_told(assets: Path, planned: list[dict[str, object]]) -> None:
+    assert cli.main(plan_command(assets)) == 0
+    assert cli.main(plan_command(assets, "--numerics", "reordered")) == 0
+    assert [call["numerics"] for call in planned] == ["bitwise", "reordered"]
+    assert cli.main(plan_command(assets, "--numerics", "sloppy")) == 2
+
+
 def test_a_budget_that_does_not_fit_is_status_1_with_the_shortfall(
     assets: Path, planned: list[dict[str, object]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
