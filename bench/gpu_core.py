@@ -1,14 +1,17 @@
 """The core on a CUDA card: gradients of a model of 8B width against plain PyTorch, and the 8B LoRA step inside 24 and 12 GiB.
 
-    python bench/gpu_core.py exactness|8b [--layers N] [--budgets 24GiB,12GiB] [--out FILE]
+    python bench/gpu_core.py exactness|8b [--layers N] [--budgets 24GiB,12GiB] [--numerics bitwise] [--lock FILE] [--out FILE]
 
-Weights are random in real shapes. Every figure is measured in this process: reserved bytes by the caching allocator under a hard
-cap of the budget, seconds by the wall clock between synchronizations.
+With --lock several processes may share a card: they compile beside each other and measure one after the other. Weights are random in
+real shapes. Every figure is measured in this process: reserved bytes by the caching allocator under a hard cap of the budget, seconds
+by the wall clock between synchronizations.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import fcntl
 import gc
 import json
 import os
@@ -16,6 +19,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -136,19 +140,38 @@ def jolt(model: nn.Module) -> None:
             parameter.data.copy_(torch.randn(parameter.shape) * 0.01)
 
 
-def eight_b(layers: int, budget: str, n: int, size: int, length: int, adapters: str) -> dict[str, Any]:
+@contextlib.contextmanager
+def alone(lock: str | None) -> Iterator[None]:
+    """Inside, no other process measures that has the same lock file."""
+    if lock is None:
+        yield
+        return
+    with open(lock, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def eight_b(arguments: argparse.Namespace, budget: str) -> dict[str, Any]:
     """One run of the LoRA step of 8B shape inside `budget`."""
-    model = lora_model(layers, "cpu", {"bf16": torch.bfloat16, "fp32": torch.float32}[adapters])
+    layers, size, length = arguments.layers, arguments.batch, arguments.length
+    model = lora_model(layers, "cpu", {"bf16": torch.bfloat16, "fp32": torch.float32}[arguments.adapters])
     forget()
     total = torch.cuda.get_device_properties(0).total_memory
-    context = total - torch.cuda.mem_get_info()[0]
+    context = total - torch.cuda.mem_get_info()[0] if arguments.lock is None else None
     torch.cuda.set_per_process_memory_fraction(parse_bytes(budget) / total)
     started = time.perf_counter()
-    fxoffload.compile(model, batch(size, length, "cpu"), device="cuda", device_budget=budget)
+    fxoffload.compile(model, batch(size, length, "cpu"), device="cuda", device_budget=budget, numerics=arguments.numerics)
     compile_s = time.perf_counter() - started
+    with alone(arguments.lock):
+        return measured(model, arguments, budget) | {"compile_s": compile_s, "context_bytes": context}
+
+
+def measured(model: Any, arguments: argparse.Namespace, budget: str) -> dict[str, Any]:
+    """Steps within the cap, one of them profiled, and steps without it; closes the model."""
+    n, size, length = arguments.steps, arguments.batch, arguments.length
     engine = model.fxoffload.engine
     losses, seconds, _ = steps(model, batch(size, length, "cuda"), n)
-    before = dict(engine.moved_bytes)
+    before, copies = dict(engine.moved_bytes), dict(engine.copies)
     retries = torch.cuda.memory_stats()["num_alloc_retries"]
     reserved, allocated = torch.cuda.max_memory_reserved(), torch.cuda.max_memory_allocated()
     busy = profiled(model, batch(size, length, "cuda"))
@@ -157,13 +180,15 @@ def eight_b(layers: int, budget: str, n: int, size: int, length: int, adapters: 
     _, unlimited, _ = steps(model, batch(size, length, "cuda"), 4)
     plan = model.fxoffload.plan
     result = {
-        "step_s_without_limit": statistics.median(unlimited[1:]), "layers": layers, "adapters": adapters, "allocator_retries": retries,
+        "step_s_without_limit": statistics.median(unlimited[1:]), "layers": arguments.layers, "adapters": arguments.adapters,
+        "numerics": arguments.numerics, "allocator_retries": retries,
         "budget_bytes": parse_bytes(budget), "reserved_bytes": reserved,
         "allocated_bytes": allocated, "predicted_bytes": plan.predicted.device_peak_bytes,
-        "predicted_step_s": plan.predicted.step_s, "compile_s": compile_s, "first_step_s": seconds[0],
+        "predicted_step_s": plan.predicted.step_s, "first_step_s": seconds[0],
         "step_s": statistics.median(seconds[2:]), "step_s_all": seconds, "tokens_per_s": size * length / statistics.median(seconds[2:]),
-        "moved_bytes_per_step": {k: v / n for k, v in before.items()}, "decisions": plan.count(), "losses": losses,
-        "context_bytes": context, "plan_id": plan.id, "busy_s": busy, "machine": plan.machine,
+        "moved_bytes_per_step": {k: v / n for k, v in before.items()}, "copies_per_step": {k: v / n for k, v in copies.items()},
+        "decisions": plan.count(), "losses": losses,
+        "plan_id": plan.id, "busy_s": busy, "machine": plan.machine,
         "parameters_on_device_bytes": sum(r.n_bytes for r in plan.residency if r.tier.value == "device"),
     }
     model.fxoffload.close()
@@ -202,6 +227,8 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--adapters", choices=("bf16", "fp32"), default="bf16")
+    parser.add_argument("--numerics", choices=("bitwise", "reordered"), default="bitwise")
+    parser.add_argument("--lock")
     parser.add_argument("--out")
     arguments = parser.parse_args()
     rows = []
@@ -209,11 +236,11 @@ def main() -> None:
         if arguments.what == "exactness":
             rows.append(exactness(budget))
         else:
-            rows.append(eight_b(arguments.layers, budget, arguments.steps, arguments.batch, arguments.length, arguments.adapters))
+            rows.append(eight_b(arguments, budget))
         print(json.dumps(rows[-1]), flush=True)
+        if arguments.out:
+            write(arguments.out, rows)
         forget()
-    if arguments.out:
-        write(arguments.out, rows)
 
 
 def write(out: str, rows: list[dict[str, Any]]) -> None:
