@@ -36,7 +36,8 @@ class Places:
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self.model, self.device = model, device
         self.settled = False
-        self._on_disk: list[torch.Tensor] = []
+        # Parameters whose memory is given back at the end; pinned memory stays theirs without the lock.
+        self._lent: list[torch.Tensor] = []
 
     def settle(self, resident: frozenset[str]) -> bool:
         """Puts the parameters named `resident` and all buffers on the device, other parameters on the host. True when any moved."""
@@ -70,16 +71,16 @@ class Places:
 
     def _move_into(self, housed: torch.Tensor, parameter: torch.Tensor, tier: Tier) -> None:
         parameter.data = housed.copy_(parameter.data)
-        if tier is Tier.DISK:
-            self._on_disk.append(parameter)
+        if tier is not Tier.PINNED:
+            self._lent.append(parameter)
 
     def restore(self) -> None:
-        """Everything is on the host again, nothing in the disk file."""
-        for parameter in self._on_disk:
+        """Everything is on the host again, nothing in the disk file or in memory that others lie in."""
+        for parameter in self._lent:
             parameter.data = parameter.data.clone()
             if parameter.grad is not None:
                 parameter.grad = parameter.grad.clone()
-        self._on_disk.clear()
+        self._lent.clear()
         for _, weight in named_weights(self.model):
             _move(weight, HOST)
         bitsandbytes.follow_weights(self.model)

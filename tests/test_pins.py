@@ -129,7 +129,8 @@ def test_a_tied_weight_is_gathered_at_most_once_per_half(budget: str, forward: i
     (graph,) = model.fxoffload.graphs.values()  # type: ignore[union-attr]
     order = {node: i for i, node in enumerate(graph.nodes)}
     border = border_of(graph)
-    gathers = [n for n in graph.find_nodes(op="call_function", target=ops.swap_in) if info(n.args[0]).fqn == "embedding.weight"]
+    copies = [n for op in (ops.swap_in, ops.swap_in_many) for n in graph.find_nodes(op="call_function", target=op)]
+    gathers = sorted((n for n in copies for s in n.all_input_nodes if info(s).fqn == "embedding.weight"), key=order.__getitem__)
     assert [order[n] < order[border] for n in gathers] == [True] * forward + [False] * backward
     for one in (model, plain):
         one(IDS).backward()
