@@ -222,7 +222,7 @@ def _recomputation(problem: Problem, recipe: Recipe, trained: frozenset[str]) ->
     decisions = decide("plan-recompute", graph, replace(context, options={"keep": recipe.keep, "blocks": recipe.blocks}))
     graph = apply(graph, replace(context, plan=_bare(decisions)), _BEFORE_SWAPS)
     schedule = Schedule.of(graph, context.bounds, context.workspace)
-    return _Recomputation(decisions, schedule, Rates.of(schedule, context.bounds, problem.machine))
+    return _Recomputation(decisions, schedule, Rates.of(schedule, context.bounds, problem.machine, context.swap_tier))
 
 
 # The share of the budget left to copies that are under way: what is tried first, and what the best candidate is tried with then.
