@@ -142,6 +142,13 @@ def schedule_s(schedule: Schedule, found: Scan, rates: Rates) -> float:
     return _Run(schedule, found, rates).end_s()
 
 
+def stalls_s(schedule: Schedule, found: Scan, rates: Rates) -> dict[Storage, float]:
+    """Seconds that compute waits for copies of each Storage to the device, of those it waits for."""
+    run = _Run(schedule, found, rates)
+    run.end_s()
+    return run.stalls
+
+
 class _Run:
     """One pass over the events with the clocks of the three channels, in the order that the rewrites give."""
 
@@ -163,6 +170,7 @@ class _Run:
                 self.left[spill.until].append(spill)
         self.until = {sunk.start: sunk.until for sunk in found.sinks}
         self.sunk: dict[int, float] = defaultdict(float)
+        self.stalls: dict[Storage, float] = defaultdict(float)
 
     def end_s(self) -> float:
         sink_s, load_s = self.rates.sink_s, self.rates.load_s
@@ -171,7 +179,9 @@ class _Run:
                 self._issue()
                 self.h2d = self.arrived[load] = max(self.now, self.h2d) + load_s(load.storage)
             for load in self.awaited.get(event.index, ()):
-                self.now = max(self.now, self.arrived[load])
+                if self.arrived[load] > self.now:
+                    self.stalls[load.storage] += self.arrived[load] - self.now
+                    self.now = self.arrived[load]
             if seconds:
                 self._issue()
                 self.now += seconds
@@ -220,3 +230,15 @@ def _free_bytes(schedule: Schedule, found: Scan, capacity_bytes: int | None) -> 
         used += change[i]
         free.append((NEVER if capacity_bytes is None else capacity_bytes) - used - event.workspace_bytes)
     return np.array(free, dtype=np.int64)
+
+
+def used_bytes(schedule: Schedule, found: Scan) -> Bytes:
+    """Bytes beside the fixed inputs that each event finds taken, copies under way included."""
+    used = NEVER - _free_bytes(schedule, found, None)
+    position = {event.index: i for i, event in enumerate(schedule.events)}
+    for load in found.loads:
+        used[position[load.start] : position[load.before]] += load.storage.n_bytes
+    for sunk in found.sinks:
+        start = position[sunk.start]
+        used[start + 1 : position[sunk.until] + 1] += _bytes(schedule.events[start])
+    return used
