@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -9,6 +10,7 @@ from .blocks import block_position
 from .fill import filled
 from .floor import Needs
 from .graph import Role, copy_graph, info, name_of
+from .layout import gaps_of, laid_out, packed
 from .overlap import Rates, overlapped, schedule_s, stalls_s, used_bytes
 from .plans import Decision, GraphPlan, Prediction, Recompute
 from .problem import Parameter, Problem, apply, decide, outside_bytes, place_parameters
@@ -117,8 +119,8 @@ def bare(decisions: tuple[Decision, ...]) -> GraphPlan:
 
 
 def swept(problem: Problem, recomputation: Recomputation, trained: frozenset[str], budget_bytes: int | None) -> Iterator[Candidate]:
-    """Candidates with every resident set, most bytes first, until two in a row got slower. Then the best one with other slack, and with
-    the parameters resident whose copies it waits for."""
+    """Candidates with every resident set, most bytes first, until two in a row got slower. Then the best one with other slack, with
+    the parameters resident whose copies it waits for, and with values that stay by their worth."""
     found: list[Candidate] = []
     worse = 0
     for resident in residencies(problem, trained):
@@ -136,6 +138,30 @@ def swept(problem: Problem, recomputation: Recomputation, trained: frozenset[str
             yield scanned(problem, recomputation, best.resident, budget_bytes, share)
         for resident in _with_exposed(problem, best):
             yield _with_slack(problem, recomputation, resident, budget_bytes)
+    if best is not None and best.found.loads and budget_bytes is not None and len(recomputation.schedule.events) <= _PACKED_EVENTS:
+        for resident in dict.fromkeys((best.resident, recomputation.must)):
+            yield from _packed(problem, recomputation, resident, budget_bytes)
+
+
+# Weights of time against bytes in what is packed first, and shares of the memory left to copies under way.
+_POWERS = (0.0, 0.5, 1.0)
+_PACKED_SHARES = (0.0, 1 / 16, 1 / 8)
+# Up to so many events a step is also packed: its gaps are as many times as many.
+_PACKED_EVENTS = 1500
+
+
+def _packed(problem: Problem, recomputation: Recomputation, resident: frozenset[str], budget_bytes: int) -> Iterator[Candidate]:
+    """The residents with values that stay by their worth alone, not by when they are next used."""
+    schedule, rates, context = recomputation.schedule, recomputation.rates, problem.context
+    outside, ground = problem.fixed_bytes + outside_bytes(problem, resident), recomputation.ground(resident)
+    room = problem.footprint.live_bytes(budget_bytes) - outside - ground.fixed_bytes
+    gaps = list(gaps_of(schedule, ground, context.kept_values, context.swapped_values))
+    for share, power in itertools.product(_PACKED_SHARES if rates.overlaps else (0.0,), _POWERS):
+        kept = packed(schedule, ground, gaps, int(room * (1 - share)), rates, power)
+        found = overlapped(schedule, laid_out(schedule, ground, gaps, kept, room, rates), room, rates)
+        used = int(used_bytes(schedule, found).max(initial=0))
+        if used <= room:
+            yield Candidate(recomputation, resident, outside, found, schedule_s(schedule, found, rates), outside + ground.fixed_bytes + used)
 
 
 def _with_exposed(problem: Problem, best: Candidate) -> Iterator[frozenset[str]]:
