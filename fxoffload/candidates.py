@@ -139,29 +139,39 @@ def swept(problem: Problem, recomputation: Recomputation, trained: frozenset[str
         for resident in _with_exposed(problem, best):
             yield _with_slack(problem, recomputation, resident, budget_bytes)
     if best is not None and best.found.loads and budget_bytes is not None and len(recomputation.schedule.events) <= _PACKED_EVENTS:
-        for resident in dict.fromkeys((best.resident, recomputation.must)):
-            yield from _packed(problem, recomputation, resident, budget_bytes)
+        yield from _packings(problem, recomputation, trained, budget_bytes)
 
 
 # Weights of time against bytes in what is packed first, and shares of the memory left to copies under way.
-_POWERS = (0.0, 0.5, 1.0)
+_POWERS = (0.0, 1.0, 0.5)
 _PACKED_SHARES = (0.0, 1 / 16, 1 / 8)
 # Up to so many events a step is also packed: its gaps are as many times as many.
-_PACKED_EVENTS = 1500
+_PACKED_EVENTS = 600
 
 
-def _packed(problem: Problem, recomputation: Recomputation, resident: frozenset[str], budget_bytes: int) -> Iterator[Candidate]:
-    """The residents with values that stay by their worth alone, not by when they are next used."""
+def _packings(problem: Problem, recomputation: Recomputation, trained: frozenset[str], budget_bytes: int) -> Iterator[Candidate]:
+    """Candidates whose values stay by their worth alone, not by when they are next used: with every resident set, then the best one
+    with other slack."""
+    found: list[Candidate] = []
+    for resident, power in itertools.product(residencies(problem, trained), _POWERS[:2]):
+        found += _packed(problem, recomputation, resident, budget_bytes, _PACKED_SHARES[problem.machine.overlaps], power)
+    yield from found
+    for best in sorted(found, key=lambda c: c.step_s)[:1]:
+        for share, power in itertools.product(_PACKED_SHARES if problem.machine.overlaps else (0.0,), _POWERS):
+            yield from _packed(problem, recomputation, best.resident, budget_bytes, share, power)
+
+
+def _packed(problem: Problem, recomputation: Recomputation, resident: frozenset[str], budget_bytes: int, share: float,
+            power: float) -> Iterator[Candidate]:
     schedule, rates, context = recomputation.schedule, recomputation.rates, problem.context
     outside, ground = problem.fixed_bytes + outside_bytes(problem, resident), recomputation.ground(resident)
     room = problem.footprint.live_bytes(budget_bytes) - outside - ground.fixed_bytes
     gaps = list(gaps_of(schedule, ground, context.kept_values, context.swapped_values))
-    for share, power in itertools.product(_PACKED_SHARES if rates.overlaps else (0.0,), _POWERS):
-        kept = packed(schedule, ground, gaps, int(room * (1 - share)), rates, power)
-        found = overlapped(schedule, laid_out(schedule, ground, gaps, kept, room, rates), room, rates)
-        used = int(used_bytes(schedule, found).max(initial=0))
-        if used <= room:
-            yield Candidate(recomputation, resident, outside, found, schedule_s(schedule, found, rates), outside + ground.fixed_bytes + used)
+    kept = packed(schedule, ground, gaps, int(room * (1 - share)), rates, power)
+    found = overlapped(schedule, laid_out(schedule, ground, gaps, kept, room, rates), room, rates)
+    used = int(used_bytes(schedule, found).max(initial=0))
+    if used <= room:
+        yield Candidate(recomputation, resident, outside, found, schedule_s(schedule, found, rates), outside + ground.fixed_bytes + used)
 
 
 def _with_exposed(problem: Problem, best: Candidate) -> Iterator[frozenset[str]]:

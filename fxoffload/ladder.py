@@ -18,9 +18,9 @@ from .plans import Decision
 from .problem import Problem
 from .reasons import Tried
 
-# By the number of events, the significant bits of a rung and how many rungs are searched at most: steps of 1/16 to 1/8 and all rungs
-# where a scan takes milliseconds; up to 1/4, and the next smaller one besides, where it takes a tenth of a second.
-_LADDERS = ((1500, 4, 1 << 60), (1 << 60, 3, 2))
+# By the number of events, the significant bits of a rung and how many rungs are searched at most: steps of 1/16 to 1/8, then of 1/8 to
+# 1/4, and all rungs, where a scan takes milliseconds; only the next smaller rung besides where it takes a tenth of a second.
+_LADDERS = ((600, 4, 1 << 60), (1500, 3, 1 << 60), (1 << 60, 3, 2))
 # Above this many times what all parameters and values take nothing binds, slack included.
 _AMPLE = 5 / 4
 # Numbers that rounding alone tells apart are equal.

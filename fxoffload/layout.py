@@ -107,6 +107,7 @@ def _send(schedule: Schedule, ground: Ground, scan: Scan, left: list[Gap], capac
             used[at] += stay.storage.n_bytes
     before_s = [0.0, *accumulate(rates.event_s)]
     border = sum(1 for event in schedule.events if event.index < ground.border)
+    ends = {(stay.storage, stay.last): i for i, stay in enumerate(scan.stays)}
     d2h_s, sent = 0.0, set()
     for gap in left:
         if gap.storage.is_input or gap.storage in sent:
@@ -119,10 +120,5 @@ def _send(schedule: Schedule, ground: Ground, scan: Scan, left: list[Gap], capac
             until += 1
             used[until] += gap.storage.n_bytes
         scan.spills.append(Spill(gap.storage, schedule.events[gap.after].index, schedule.events[until].index))
-        _extend(scan, gap, until)
-
-
-def _extend(scan: Scan, gap: Gap, until: int) -> None:
-    for i, stay in enumerate(scan.stays):
-        if stay.storage is gap.storage and stay.last == gap.after:
-            scan.stays[i] = Stay(stay.storage, stay.first, until)
+        at = ends[gap.storage, gap.after]
+        scan.stays[at] = Stay(gap.storage, scan.stays[at].first, until)
