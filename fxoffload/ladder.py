@@ -19,8 +19,8 @@ from .problem import Problem
 from .reasons import Tried
 
 # By the number of events, the significant bits of a rung and how many rungs are searched at most: steps of 1/16 to 1/8, then of 1/8 to
-# 1/4, and all rungs, where a scan takes milliseconds; only the next smaller rung besides where it takes a tenth of a second.
-_LADDERS = ((600, 4, 1 << 60), (1500, 3, 1 << 60), (1 << 60, 3, 2))
+# 1/4. All rungs where a scan takes milliseconds, the two next smaller ones besides, or one, where it takes longer.
+_LADDERS = ((600, 4, 1 << 60), (1500, 3, 3), (1 << 60, 3, 2))
 # Above this many times what all parameters and values take nothing binds, slack included.
 _AMPLE = 5 / 4
 # Numbers that rounding alone tells apart are equal.

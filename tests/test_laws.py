@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 import random
 from dataclasses import replace
 from importlib import resources
-import json
 
 import pytest
 import torch
@@ -17,10 +17,12 @@ from zoo import FAMILIES
 
 from fxoffload.candidates import Recipe, completed, decided, free_names, least_s, recipes, recomputed, swept
 from fxoffload.errors import PlanError
+from fxoffload.exact import solve_exactly
 from fxoffload.ladder import rungs_within, step_of
 from fxoffload.machine import machine_from
 from fxoffload.optimizer_states import optimizer_states
 from fxoffload.planner import Problem, Solution, solve
+from fxoffload.plans import SwapOut
 from fxoffload.session import Options, Session
 
 SEED = int(os.environ.get("FXOFFLOAD_LAWS_SEED", "3"))
@@ -154,3 +156,41 @@ def test_every_budget_has_the_rungs_of_the_smaller_ones(n_bytes: int, bits: int)
 def test_free_names_are_frozen_parameters_alone() -> None:
     one = problem("lora")
     assert free_names(one) and not any(one.parameters[name].trainable for name in free_names(one))
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("kind", ("serial llama", "gpt2"))
+def test_no_plan_beats_the_exact_bound_and_where_nothing_overlaps_the_exact_plan_reaches_it(kind: str) -> None:
+    pytest.importorskip("scipy")
+    least, most = range_of(kind)
+    for budget in (least + (most - least) // 4, (least + most) // 2):
+        one = replace(under(kind, budget), trained_may_reside=False)
+        exact = solve_exactly(one, 20)
+        assert exact.timed_out == 0 and exact.best is not None and exact.n_groups > 50
+        assert exact.bound_s <= min(solve(one).simulation.step_s, exact.best.step_s) * (1 + 1e-9)
+        assert exact.best.live_bytes <= budget
+        if not one.machine.overlaps:
+            assert exact.best.step_s == pytest.approx(exact.bound_s, rel=2e-3)
+            assert solve(one).simulation.step_s <= exact.best.step_s * 1.05
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("kind", ("serial llama", "llama", "lora"))
+def test_a_pin_does_not_beat_the_free_plan(kind: str) -> None:
+    """Predicted. Not by construction: the pinned search is another one, so these draws are all that is known."""
+    dice, (least, most) = random.Random(SEED), range_of(kind)
+    budget = (least + most * 2) // 3
+    one, free_s = under(kind, budget), solved(kind, budget).simulation.step_s
+    names = sorted(free_names(one)) if one.resident is None else []
+    made = sorted(d.value for d in solved(kind, least).decisions if isinstance(d, SwapOut))
+    pinned = [replace(one, pinned_to_host=frozenset(dice.sample(names, 1))) for _ in range(3 if names else 0)]
+    pinned += [replace(one, pinned_to_device=frozenset(dice.sample(names, 1))) for _ in range(3 if names else 0)]
+    for place in ("kept_values", "swapped_values", "recomputed_values"):
+        pinned += [replace(one, context=replace(one.context, **{place: frozenset((name,))})) for name in dice.sample(made, min(2, len(made)))]
+    assert pinned
+    for number, constrained in enumerate(pinned):
+        try:
+            step_s = solve(constrained).simulation.step_s
+        except PlanError:
+            continue
+        assert step_s >= free_s * (1 - 1e-9), number
