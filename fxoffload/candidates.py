@@ -12,6 +12,7 @@ from .floor import Needs
 from .graph import Role, copy_graph, info, name_of
 from .layout import gaps_of, laid_out, packed
 from .overlap import Rates, overlapped, schedule_s, stalls_s, used_bytes
+from .pipeline import Option
 from .plans import Decision, GraphPlan, Prediction, Recompute
 from .problem import Parameter, Problem, apply, decide, outside_bytes, place_parameters
 from .spill import Ground, Scan, Schedule
@@ -87,7 +88,7 @@ def recipes(problem: Problem) -> Iterator[Recipe]:
 
 def decided(problem: Problem, recipe: Recipe) -> tuple[Decision, ...]:
     """What the recipe recomputes."""
-    options = {"keep": recipe.keep, "blocks": recipe.blocks}
+    options: dict[str, Option] = {"keep": recipe.keep, "blocks": recipe.blocks}
     return decide("plan-recompute", problem.graph, replace(problem.context, options=options))
 
 

@@ -17,7 +17,7 @@ from itertools import accumulate
 import numpy as np
 
 from .candidates import Candidate, Recomputation, completed, decided, free_names, recipes, recomputed
-from .layout import Gap, gaps_of, laid_out
+from .layout import Gap, gaps_of, laid_out, touches_of
 from .overlap import overlapped, schedule_s, used_bytes
 from .problem import Problem, outside_bytes
 from .spill import Ground
@@ -41,9 +41,9 @@ class Exact:
 
 
 def solve_exactly(problem: Problem, seconds: float = 60.0) -> Exact:
-    """The Exact of a problem with a device budget, each recipe given so many `seconds`.
+    """The Exact of a problem with a device budget, each program given so many `seconds`. Trained parameters reside where they are pinned.
 
-    Raises ImportError naming the extra where scipy is missing, and ValueError without a budget or with trained residents.
+    Raises ImportError naming the extra where scipy is missing, and ValueError without a budget.
     """
     budget = problem.context.device_budget_bytes
     if budget is None:
@@ -113,8 +113,8 @@ class _Program:
     def solve(self, seconds: float) -> tuple[float, Choice | None, bool]:
         """The bound, the choice (None where nothing fits or none was found in time), and whether the optimum is proven."""
         try:
-            from scipy.optimize import Bounds, LinearConstraint, milp
-            from scipy.sparse import csr_array
+            from scipy.optimize import Bounds, LinearConstraint, milp  # type: ignore[import-untyped]
+            from scipy.sparse import csr_array  # type: ignore[import-untyped]
         except ImportError as error:
             raise ImportError("the exact solver needs scipy: pip install 'fxoffload[exact]'") from error
         rates = self.made.rates
@@ -160,12 +160,7 @@ class _Program:
         stays: list[dict[int, float]] = [{} for _ in range(self.n_events)]
         for i, event in enumerate(self.made.schedule.events):
             room[i] -= event.workspace_bytes + sum(s.n_bytes for s in dict.fromkeys((*self.ground.reads[i], *event.makes)))
-        returned_from = {s: self.n_events for s in self.ground.returned}
-        touched: dict[object, tuple[int, int]] = {}
-        for i, event in enumerate(self.made.schedule.events):
-            for storage in (*self.ground.reads[i], *event.makes):
-                first, _ = touched.get(storage, (i, i))
-                touched[storage] = (first, i)
+        touched = touches_of(self.made.schedule, self.ground)
         for i, gap in enumerate(self.gaps):
             for at in range(gap.after + 1, gap.before):
                 stays[at][i] = stays[at].get(i, 0.0) - gap.storage.n_bytes
@@ -174,12 +169,12 @@ class _Program:
             elif gap.storage in self.sent:
                 self._add({i: 1.0, self.sent[gap.storage]: 1.0}, 1.0)
         for storage, column in self.inputs.items():
-            first, last = touched[storage]
+            first, last = touched[storage][0], touched[storage][-1]
             for at in (*range(0, first), *range(last + 1, self.n_events)):
                 stays[at][column] = -float(storage.n_bytes)
-        for storage in returned_from:
-            if storage in touched:
-                room[touched[storage][1] + 1 :] -= storage.n_bytes
+        for storage, touches in touched.items():
+            if storage in self.ground.returned:
+                room[touches[-1] + 1 :] -= storage.n_bytes
         unit = max(float(self.capacity), 1.0)
         for at, row in enumerate(stays):
             self._add({column: value / unit for column, value in row.items()} or {self.forward: 0.0}, -room[at] / unit)
@@ -215,14 +210,12 @@ class _Program:
     def _loads(self, part: range) -> Iterator[tuple[int, tuple[dict[int, float], float]]]:
         """Per event the copies to the device that it waits for: coefficients of columns, and a constant."""
         found: dict[int, tuple[dict[int, float], float]] = {}
-        seen = set()
         first = {s: i for i in range(self.n_events - 1, -1, -1) for s in self.ground.reads[i] if s in self.inputs}
         for storage, at in first.items():
             if at in part:
                 seconds = self.made.rates.load_s(storage)
                 row, constant = found.get(at, ({}, 0.0))
                 found[at] = ({**row, self.inputs[storage]: -seconds}, constant + seconds)
-                seen.add(storage)
         for i, gap in enumerate(self.gaps):
             if gap.before in part:
                 seconds = self.made.rates.load_s(gap.storage)
