@@ -169,8 +169,6 @@ def _packed(problem: Problem, recomputation: Recomputation, resident: frozenset[
     room = problem.footprint.live_bytes(budget_bytes) - outside - ground.fixed_bytes
     gaps = list(gaps_of(schedule, ground, context.kept_values, context.swapped_values))
     kept = packed(schedule, ground, gaps, int(room * (1 - share)), rates, power)
-    if kept is None:
-        return
     found = overlapped(schedule, laid_out(schedule, ground, gaps, kept, room, rates), room, rates)
     used = int(used_bytes(schedule, found).max(initial=0))
     if used <= room:

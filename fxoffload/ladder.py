@@ -18,9 +18,11 @@ from .plans import Decision
 from .problem import Problem
 from .reasons import Tried
 
-# By the number of events, the significant bits of a rung and how many rungs are searched at most: steps of 1/16 to 1/8, then of 1/8 to
+# By the number of events, the significant bits of a rung and how many rungs are searched at most: steps of 1/32 to 1/16, ... of 1/8 to
 # 1/4. All rungs where a scan takes milliseconds, the two next smaller ones besides, or one, where it takes longer.
-_LADDERS = ((600, 4, 1 << 60), (1500, 3, 3), (1 << 60, 3, 2))
+_LADDERS = ((300, 5, 1 << 60), (600, 4, 1 << 60), (1500, 3, 3), (1 << 60, 3, 2))
+# Candidates of a recipe on a rung that are completed: the fastest, because what more memory gives each is not alike.
+_COMPLETED = 4
 # Above this many times what all parameters and values take nothing binds, slack included.
 _AMPLE = 5 / 4
 # Numbers that rounding alone tells apart are equal.
@@ -64,10 +66,9 @@ class Search:
             candidates = list(swept(self.problem, self._made(recipe), self.trained, rung))
             self.tried += [_told(self.problem, recipe, one) for one in candidates]
             self.short += [(one, rung) for one in candidates if one.found.shortfall_bytes]
-            best = min(candidates, key=_seconds)
-            if not best.found.shortfall_bytes:
+            for one in sorted((one for one in candidates if not one.found.shortfall_bytes), key=_seconds)[:_COMPLETED]:
                 fits = True
-                self._accept(recipe, completed(self.problem, best, budget, above))
+                self._accept(recipe, completed(self.problem, one, budget, above))
         return fits
 
     def _in_order(self, budget: int) -> list[Recipe]:

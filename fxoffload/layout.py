@@ -46,9 +46,9 @@ def gaps_of(schedule: Schedule, ground: Ground, kept: Collection[str] = (), swap
             yield Gap(storage, after, before, must_stay, storage.name in swapped and crosses)
 
 
-def packed(schedule: Schedule, ground: Ground, gaps: Collection[Gap], capacity_bytes: int, rates: Rates, power: float) -> frozenset[Gap] | None:
+def packed(schedule: Schedule, ground: Ground, gaps: Collection[Gap], capacity_bytes: int, rates: Rates, power: float) -> frozenset[Gap]:
     """Gaps to stay in, taken one by one as long as they fit: those first that save most seconds per byte, and per event to the `power`.
-    None when what must be there does not fit."""
+    Those alone that must be stayed in, when not even they fit."""
     room = capacity_bytes - _needed(schedule, ground)
     n_gaps = Counter(gap.storage for gap in gaps)
 
@@ -63,7 +63,7 @@ def packed(schedule: Schedule, ground: Ground, gaps: Collection[Gap], capacity_b
         if gap.must_stay or int(during.min()) >= gap.storage.n_bytes:
             during -= gap.storage.n_bytes
             kept.add(gap)
-    return frozenset(kept) if int(room.min()) >= 0 else None
+    return frozenset(kept) if int(room.min()) >= 0 else frozenset(gap for gap in gaps if gap.must_stay)
 
 
 def _needed(schedule: Schedule, ground: Ground) -> Bytes:
