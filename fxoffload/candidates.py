@@ -10,7 +10,7 @@ from .blocks import block_position
 from .fill import filled
 from .floor import Needs
 from .graph import Role, copy_graph, info, name_of
-from .layout import gaps_of, laid_out, packed
+from .gaps import gaps_of, laid_out, packed
 from .overlap import Rates, overlapped, schedule_s, stalls_s, used_bytes
 from .pipeline import Option
 from .plans import Decision, GraphPlan, Prediction, Recompute

@@ -17,7 +17,7 @@ from itertools import accumulate
 import numpy as np
 
 from .candidates import Candidate, Recomputation, completed, decided, free_names, recipes, recomputed
-from .layout import Gap, gaps_of, laid_out, touches_of
+from .gaps import Gap, gaps_of, laid_out, touches_of
 from .overlap import overlapped, schedule_s, used_bytes
 from .problem import Problem, outside_bytes
 from .spill import Ground
