@@ -174,6 +174,7 @@ def test_a_shape_the_plan_does_not_cover_is_refused_without_replan() -> None:
     model.fxoffload.close()
 
 
+@pytest.mark.slow
 def test_more_recompiles_than_dynamo_allows_raise() -> None:
     class Counting(torch.nn.Linear):
         def forward(self, x: torch.Tensor, times: int = 1) -> torch.Tensor:

@@ -123,6 +123,7 @@ def test_gradients_accumulate_in_the_file(tmp_path: Path) -> None:
     assert_same(plain, model)
 
 
+@pytest.mark.slow
 def test_twenty_compiles_leave_files_descriptors_and_mappings_as_they_were(tmp_path: Path) -> None:
     process, counts = psutil.Process(), []
     torch.manual_seed(0)
