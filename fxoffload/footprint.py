@@ -2,40 +2,68 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .machine import Machine
 
 # A caching allocator whose segments grow in place leaves free bytes between blocks and in pages that are not full. At its limit it gives
-# back whole pages and still holds some that no block can use: steps of 8B width at 5, 12 and 24 GiB ran with 1 byte in 80 more than is
-# live, where the logits are a peak that stands alone; with logits in chunks, near the limit all along, 1 in 38 was not enough (torch 2.11).
-_NEEDED_PER = _TAKEN_PER = 32
+# back whole pages and still holds some that no block can use: a step of 8B width whose logits are a peak that stands alone ran with
+# 1 byte in 256 more than is live, one that is near the limit all along not with 1 in 38 (torch 2.11, bench/allocator_pages.py).
+_HOLES_PER = 32
 _OPEN_PAGES_BYTES = (20 << 20) + (2 << 20)
+# What is left between values at planned offsets: known once they are placed. Steps of 8B width near their limit all along need 1 in 25 to
+# 1 in 45; a peak that stands alone needs nothing.
+_GAPS_PER = 32
+_SCRATCH_HOLES_PER = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """`overhead_bytes`: what libraries keep. `caches`: whether the allocator keeps blocks for reuse; if not, bytes are exact."""
+    """`overhead_bytes`: what libraries keep. `caches`: whether the allocator keeps blocks for reuse; if not, bytes are exact.
+
+    `by_offsets`: values lie at planned offsets of one arena, with `gaps_bytes` between them, and `scratch_bytes` are left to the allocator.
+    """
 
     overhead_bytes: int = 0
     caches: bool = False
+    by_offsets: bool = False
+    scratch_bytes: int = 0
+    gaps_bytes: int = 0
 
     @staticmethod
     def of(machine: Machine) -> Footprint:
         """The footprint of the allocator on `machine`."""
         return Footprint(machine.overhead_bytes, True) if machine.device_type == "cuda" else Footprint()
 
+    @staticmethod
+    def planned(machine: Machine) -> Footprint:
+        """The footprint where fxoffload runs the whole step: by offsets, where an allocator would cache."""
+        footprint = Footprint.of(machine)
+        return replace(footprint, by_offsets=footprint.caches)
+
+    def with_gaps(self, budget_bytes: int) -> Footprint:
+        """The same with the gaps that a step near its limit all along would have within the budget."""
+        return replace(self, gaps_bytes=budget_bytes // (_GAPS_PER + 1))
+
     def needed_bytes(self, live_bytes: int) -> int:
         """What the allocator must be allowed to reserve for so many live bytes."""
-        return live_bytes + (-(-live_bytes // _NEEDED_PER) if self.caches else 0)
+        if self.by_offsets:
+            return live_bytes + self.gaps_bytes + self.scratch_needed_bytes(self.scratch_bytes)
+        return live_bytes + (-(-live_bytes // _HOLES_PER) if self.caches else 0)
 
     def live_bytes(self, reserved_bytes: int) -> int:
         """The most live bytes that need no more than `reserved_bytes`."""
-        return reserved_bytes * _NEEDED_PER // (_NEEDED_PER + 1) if self.caches else reserved_bytes
+        if self.by_offsets:
+            return max(reserved_bytes - self.needed_bytes(0), 0)
+        return reserved_bytes * _HOLES_PER // (_HOLES_PER + 1) if self.caches else reserved_bytes
 
     def taken_bytes(self, live_bytes: int, limit_bytes: int | None) -> int:
-        """The most that it reserves for so many live bytes under a limit."""
+        """The most that it reserves for so many live bytes under a limit, where values lie as it puts them."""
         if not self.caches:
             return live_bytes
-        taken = live_bytes + -(-live_bytes // _TAKEN_PER) + _OPEN_PAGES_BYTES
+        taken = live_bytes + -(-live_bytes // _HOLES_PER) + _OPEN_PAGES_BYTES
         return taken if limit_bytes is None else min(taken, limit_bytes)
+
+    def scratch_needed_bytes(self, scratch_bytes: int) -> int:
+        """What the allocator reserves for so many bytes of scratch."""
+        return scratch_bytes + -(-scratch_bytes // _SCRATCH_HOLES_PER) + _OPEN_PAGES_BYTES if self.caches else scratch_bytes

@@ -47,7 +47,8 @@ class NodeInfo:
     """`name`: canonical, unique, stable across captures of the same model. `fqn`: the parameter or buffer of an input.
 
     `tier`: where an input's bytes live. `origin`: canonical name of the node this one is a clone of.
-    `grad_of`: on an output gradient's node, the parameter it belongs to.
+    `grad_of`: on an output gradient's node, the parameter it belongs to. `offset`: where in the arena the node's Storage begins, in
+    bytes, where memory is planned by offsets.
     """
 
     name: str
@@ -56,6 +57,7 @@ class NodeInfo:
     tier: Tier = Tier.DEVICE
     trainable: bool = False
     origin: str | None = None
+    offset: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,8 +25,9 @@ def side_by_side(sizes: Iterable[int]) -> tuple[tuple[int, ...], int]:
 
 
 def part_of(flat: torch.Tensor, offset: int, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """A view of `flat`, a whole bucket's bytes, as the tensor that lies at `offset` in it."""
-    return flat.view(dtype).as_strided(size, stride, offset // dtype.itemsize)
+    """A view of `flat`, a whole bucket's bytes wherever they lie, as the tensor that lies at `offset` in it."""
+    typed = flat.view(dtype)
+    return typed.as_strided(size, stride, typed.storage_offset() + offset // dtype.itemsize)
 
 
 def bytes_of(src: torch.Tensor) -> torch.Tensor:

@@ -154,6 +154,11 @@ def base_nodes(live: Liveness) -> dict[Storage, fx.Node]:
     return found
 
 
+def owner_of(node: fx.Node) -> fx.Node:
+    """The node that makes the memory of a Storage's base node: of a tuple's element the tuple's, else itself."""
+    return view_source(node) if node.target is operator.getitem else node
+
+
 def _of_effect(
     node: fx.Node, spec: ops.Spec | None, effect_type: type[Effect], of: dict[fx.Node, tuple[Storage, ...]]
 ) -> tuple[Storage, ...]:

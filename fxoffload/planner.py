@@ -6,7 +6,7 @@ none fits, the smallest shortfall is the refusal, and it is true: it is what the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch.fx as fx
@@ -16,9 +16,11 @@ from .effects import Tier
 from .errors import PlanError, VerifyError
 from .footprint import Footprint
 from .graph import Role, border_of, copy_graph, info, name_of, set_info
+from .liveness import no_workspace
 from .machine import Machine
+from .memory_map import MemoryMap
 from .overlap import Rates, overlapped, schedule_s
-from .pipeline import Context, get_pass
+from .pipeline import Context, get_pass, pipeline_names
 from .plans import Decision, GraphPlan, Prediction
 from .reasons import Tried
 from .simulate import Simulation, simulate
@@ -50,7 +52,8 @@ class Problem:
     """One Graph to plan. `fixed_bytes`: device bytes no input of this graph owns (other residents, overheads). `footprint`: what the
     device's allocator reserves for live bytes.
 
-    `resident`: None lets the planner choose which frozen parameters reside on the device; else it is fixed.
+    `resident`: None lets the planner choose which frozen parameters reside on the device; else it is fixed. `workspace`: bytes an op needs
+    for itself, where the context has none because they are scratch.
     """
 
     graph: fx.Graph
@@ -63,6 +66,7 @@ class Problem:
     pinned_to_host: frozenset[str] = frozenset()
     trained_may_reside: bool = False
     footprint: Footprint = Footprint()
+    workspace: Callable[[fx.Node], int] = no_workspace
 
     @property
     def live_budget_bytes(self) -> int | None:
@@ -75,7 +79,8 @@ class Problem:
 class Solution:
     """The chosen residency and decisions, the lowered graph they give, and what the simulator says of it.
 
-    `estimated_s`: the seconds it was chosen for, before it was lowered; `tried`: every candidate of the search.
+    `estimated_s`: the seconds it was chosen for, before it was lowered; `tried`: every candidate of the search. `over_bytes`: what it takes
+    above the budget once its values have their offsets.
     """
 
     resident: frozenset[str]
@@ -84,6 +89,7 @@ class Solution:
     simulation: Simulation
     estimated_s: float
     tried: tuple[Tried, ...] = ()
+    over_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +104,40 @@ class Recipe:
         return words.get(self.keep, f"saves only what crosses blocks, in {self.blocks} of them")
 
 
+# So often a search is repeated with more room for gaps between values.
+_ROUNDS = 4
+
+
 def solve(problem: Problem) -> Solution:
-    """The fastest Solution found under the budget. Raises PlanError with the true shortfall when there is none."""
+    """The fastest Solution found under the budget. Raises PlanError with the true shortfall when there is none.
+
+    How much lies idle between values at offsets is known only of a whole plan: the search leaves room for gaps, and is repeated with more
+    where the plan found has larger ones, or with none where no plan is found.
+    """
+    budget, footprint = problem.context.device_budget_bytes, problem.footprint
+    if budget is None or not footprint.by_offsets:
+        return _searched(problem)
+    tries = iter([footprint.with_gaps(budget), replace(footprint, gaps_bytes=0)])
+    footprint = next(tries)
+    for _ in range(_ROUNDS):
+        try:
+            solution = _searched(replace(problem, footprint=footprint))
+        except PlanError:
+            smaller = next(tries, None)
+            if smaller is None:
+                raise
+            footprint = smaller
+            continue
+        if not solution.over_bytes:
+            return solution
+        footprint = replace(footprint, gaps_bytes=footprint.gaps_bytes + solution.over_bytes * 5 // 4)
+        tries = iter(())
+    raise PlanError(
+        f"device_budget of {budget} bytes ({format_bytes(budget)}) is {solution.over_bytes} bytes short: the values of the best plan found "
+        "leave gaps between them. The missing bytes would help.", solution.over_bytes)
+
+
+def _searched(problem: Problem) -> Solution:
     nearest: list[_Candidate] = []
     for trained in _trained_residents(problem):
         search = _Search(problem, trained)
@@ -337,9 +375,14 @@ def _complete(problem: Problem, chosen: _Candidate) -> Solution:
     if budget is not None and simulation.device_peak_bytes > budget:
         over = simulation.device_peak_bytes - budget
         raise VerifyError(f"plan-swap: the lowered graph needs {over} bytes more than the scan said, at {simulation.peak_node}")
-    taken = problem.footprint.taken_bytes(simulation.device_peak_bytes, problem.context.device_budget_bytes)
-    simulation = replace(simulation, device_peak_bytes=taken)
-    return Solution(chosen.resident, decisions, lowered, simulation, chosen.step_s)
+    limit = problem.context.device_budget_bytes
+    if not problem.footprint.by_offsets:
+        taken, over = problem.footprint.taken_bytes(simulation.device_peak_bytes, limit), 0
+    else:
+        lowered = apply(lowered, context, pipeline_names("place"))
+        taken = MemoryMap.of(lowered, context.bounds, problem.workspace).taken_bytes(problem.footprint, chosen.outside_bytes)
+        over = max(taken - limit, 0) if limit is not None else 0
+    return Solution(chosen.resident, decisions, lowered, replace(simulation, device_peak_bytes=taken), chosen.step_s, over_bytes=over)
 
 
 def outside_bytes(problem: Problem, resident: frozenset[str]) -> int:

@@ -22,8 +22,9 @@ from .errors import PlanError
 from .footprint import Footprint
 from .graph import Bounds, Role, border_of, copy_graph, info, output_of
 from .layout import padded
-from .liveness import base_nodes, liveness
+from .liveness import base_nodes, liveness, no_workspace
 from .machine import Machine
+from .memory_map import MemoryMap, placeable, scratch_bytes
 from .optimizer_states import States
 from .pins import PARAMETER_PLACES, VALUE_PLACES, Pin, idle_pins, pinned_names
 from .pipeline import Context, Pipeline, get_pass, pipeline_names
@@ -170,6 +171,9 @@ class Planning:
         """Device bytes a lowered graph needs above the budget: a plan made for smaller sizes may not fit at these."""
         problem = self._problem(graph, context)
         outside = problem.fixed_bytes + outside_bytes(problem, self.resident or frozenset())
+        if problem.footprint.by_offsets:
+            taken = MemoryMap.of(lowered, context.bounds, context.workspace).taken_bytes(problem.footprint, outside)
+            return taken - self.budgets.device_bytes
         live_bytes = simulate(lowered, context.bounds, self.machine, outside, context.workspace).device_peak_bytes
         return problem.footprint.needed_bytes(live_bytes) - self.budgets.device_bytes
 
@@ -179,7 +183,7 @@ class Planning:
         place_parameters(graph, self.parameters(), self.resident or frozenset())
         output_of(graph).meta |= {text.LABEL: known.label, text.BOUNDS: context.bounds}
         dumps = self.dump_dir / known.label if self.dump_dir is not None else None
-        lowered = REWRITES().run(graph, replace(context, plan=known), dumps)
+        lowered = REWRITES(Footprint.planned(self.machine)).run(graph, replace(context, plan=known), dumps)
         if self.dump_dir is not None:
             self.plan.save(self.dump_dir / "plan.json")
         saved = saved_of(lowered)
@@ -221,13 +225,17 @@ class Planning:
     def _problem(self, graph: fx.Graph, context: Context) -> Problem:
         inputs = {info(n).fqn for n in graph.find_nodes(op="placeholder")}
         buffers = sum(b.nbytes for n, b in named_constants(self.model) if n not in inputs)
-        footprint = Footprint.of(self.machine)
+        footprint, workspace = Footprint.planned(self.machine), context.workspace
+        if footprint.by_offsets:
+            live = liveness(graph, context.bounds)
+            footprint = replace(footprint, scratch_bytes=scratch_bytes(live, placeable(live), workspace))
+            context = replace(context, workspace=no_workspace)
         pinned = pinned_names(self.pins, self.parameters(), PARAMETER_PLACES)
         on_device = frozenset(n for n, place in pinned.items() if place == "device")
         return Problem(
             graph, context, self.parameters(), self.machine, buffers + USER_SCALAR_BYTES + footprint.overhead_bytes,
             self.resident if self.may_reside else frozenset(), on_device, frozenset(pinned) - on_device, self.states is not None,
-            footprint,
+            footprint, workspace,
         )
 
     def parameters(self) -> dict[str, Parameter]:
@@ -379,9 +387,10 @@ class Planning:
         return tuple(Reside(p.fqn, Tier.DEVICE if p.fqn in resident else p.home, p.n_bytes) for p in self.parameters().values())
 
 
-def REWRITES() -> Pipeline:
-    """The rewrites that lower a canonical graph, as one Pipeline."""
-    return Pipeline([get_pass(name) for name in pipeline_names("lower")])
+def REWRITES(footprint: Footprint = Footprint()) -> Pipeline:
+    """The rewrites that lower a canonical graph, as one Pipeline; with those that place its values, where memory is planned by offsets."""
+    names = pipeline_names("lower") + (pipeline_names("place") if footprint.by_offsets else ())
+    return Pipeline([get_pass(name) for name in names])
 
 
 def pinned_values(pins: Sequence[Pin], graph: fx.Graph, context: Context) -> Context:

@@ -13,12 +13,15 @@ import torch
 import torch.fx as fx
 from torch import nn
 
+from . import text
 from .capture import input_refs
-from .graph import Role, root_of
+from .footprint import Footprint
+from .graph import Role, output_of, root_of
 from .heap import heap_at_rest, swept
 from .integrations import transformers
 from .joint import InputRef, step_graph
 from .machine import Machine
+from .memory_map import MemoryMap
 from .neutral import neutralize
 from .optimizer_states import States
 from .pins import Pin
@@ -28,7 +31,8 @@ from .outputs import Writes, returns_shadows
 from .places import Places, moves_in_place
 from .router import CaptureComplete, Recapture, Router
 from .runtime.allocator import Cap, meter_for
-from .runtime.executor import boxed, compile_eager
+from .runtime.device_arena import DeviceArena
+from .runtime.executor import boxed, compile_eager, compile_placed
 from .runtime.host_memory import HostMemory
 from .runtime.transfers import engine_for
 from .split import split
@@ -91,6 +95,7 @@ class Session:
             HostMemory() if options.planning_only else HostMemory(options.pinned, options.disk_dir, options.disk_budget_bytes))
         self.engine = engine_for(options.device, self.memory)
         self.meter = None if options.planning_only else meter_for(options.device, self.memory)
+        self.arena = DeviceArena(options.device) if Footprint.planned(machine).by_offsets and self.meter is None else None
         self.cap = Cap(options.device, options.device_budget_bytes)
         # Last: what can be refused is refused above, before the model is touched.
         if hasattr(model, "config"):
@@ -136,7 +141,7 @@ class Session:
         return self._executable(gm.graph, finishes=False)
 
     def _compile_backward(self, gm: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
-        run, planning = self._compiled(gm.graph, finishes=True), weakref.ref(self.planning)
+        run, planning = self._compiled(gm.graph, finishes=True, continues=True), weakref.ref(self.planning)
         trained = [weakref.ref(p) for p in self.model.parameters() if p.requires_grad]
 
         def noticing(arguments: list[Any]) -> Any:
@@ -165,7 +170,9 @@ class Session:
 
         return boxed(guarded)
 
-    def _compiled(self, graph: fx.Graph, finishes: bool) -> Callable[..., Any]:
+    def _compiled(self, graph: fx.Graph, finishes: bool, continues: bool = False) -> Callable[..., Any]:
+        if self.arena is not None:
+            return compile_placed(graph, self.engine, finishes, self.arena, continues)
         if self.meter is None:
             return compile_eager(graph, self.engine, finishes)
         return self.meter.watched(compile_eager(graph, self.engine, finishes, self.meter.observe), graph)
@@ -177,6 +184,8 @@ class Session:
         with heap_at_rest():
             label, lowered = self.planning.lower(CapturedStep.of(graph, self.router.maxima))
         self.graphs[label] = lowered
+        if self.arena is not None:
+            self.arena.reserve(MemoryMap.of(lowered, output_of(lowered).meta[text.BOUNDS]).arena_bytes)
         if self.places.settled:
             self.memory.reserve_disk(self.planning.disk_file_bytes)
         return lowered
@@ -238,6 +247,8 @@ class Session:
         self.places.restore()
         self.cap.lift()
         self.graphs.clear()
+        if self.arena is not None:
+            self.arena.release()
         self.memory.close()
 
     def __enter__(self) -> nn.Module:

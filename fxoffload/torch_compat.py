@@ -119,6 +119,11 @@ STASHED = "saved_tensor_with_no_vc_check"
 TRACES_TENSOR_CHECKS = torch.__version__ >= "2.13"
 
 
+def keeps_graph() -> bool:
+    """Whether the backward that runs now was called with retain_graph (torch._C._autograd._get_current_graph_task_keep_graph)."""
+    return torch._C._autograd._get_current_graph_task_keep_graph()
+
+
 def allow_second_backward() -> None:
     """The graph AOTAutograd is compiling now may run backward with retain_graph: our backward reuses no saved value's memory.
 

@@ -6,6 +6,7 @@ that is still there; ops that ask for a size need no bytes. What a wrong rewrite
 
 from __future__ import annotations
 
+import bisect
 import functools
 import operator
 from collections import Counter
@@ -19,8 +20,9 @@ import torch.fx as fx
 from . import ops, text
 from .effects import Alloc, Await, Borrow, Effect, Free, Read, Tier
 from .errors import VerifyError
-from .graph import Bounds, name_of, operands
+from .graph import Bounds, info, name_of, operands
 from .liveness import LiveCurve, Liveness, Storage, base_nodes, live_curve, liveness, no_workspace, returns_its_input
+from .memory_map import lifetime, placeable
 from .sizes import format_bytes
 
 
@@ -361,6 +363,37 @@ def _check_released(checked: Checked) -> None:
             raise checked.error(node, f"{_quote(storage)} of %{name_of(node)} has {releases[storage]} releases instead of one")
 
 
+def _check_placed(checked: Checked) -> None:
+    """Every Storage that an arena can hold has an offset, and none overlaps another that is there at the same time."""
+    live = checked.live
+    placed = placeable(live)
+    starts: dict[int, list[Storage]] = {}
+    ends: dict[int, list[Storage]] = {}
+    for storage, node in placed.items():
+        if info(node).offset is None:
+            raise checked.error(node, f"{_quote(storage)} of %{name_of(node)} has no offset")
+        one = lifetime(live, storage)
+        starts.setdefault(one.begin, []).append(storage)
+        ends.setdefault(one.end, []).append(storage)
+    there: list[tuple[int, int, str]] = []
+    for i, node in enumerate(live.nodes):
+        for storage in ends.get(i, ()):
+            there.remove(_range(storage, placed[storage]))
+        for storage in starts.get(i, ()):
+            one = _range(storage, placed[storage])
+            at = bisect.bisect(there, one)
+            for other in there[max(at - 1, 0) : at + 1]:
+                if one[0] < other[1] and other[0] < one[1]:
+                    raise checked.error(node, f"{_quote(storage)} at {one[0]} overlaps %{other[2]}, which lies from {other[0]} to {other[1]}")
+            there.insert(at, one)
+
+
+def _range(storage: Storage, node: fx.Node) -> tuple[int, int, str]:
+    offset = info(node).offset
+    assert offset is not None
+    return offset, offset + storage.n_bytes, storage.name
+
+
 def _check_fits(checked: Checked) -> None:
     """The device bytes alive never exceed the budget."""
     budget, curve = checked.device_budget_bytes, checked.curve
@@ -381,5 +414,6 @@ FACTS: Mapping[str, Callable[[Checked], None]] = {
     "lowered": _check_lowered,
     "awaited": _check_awaited,
     "released": _check_released,
+    "placed": _check_placed,
     "fits": _check_fits,
 }

@@ -3,7 +3,8 @@
 if __name__ != "fxoffload.passes":
     raise ImportError("this folder is installed as fxoffload.passes; import it under that name")
 
-# The pipeline in one readable tuple each. "plan" decides on a canonical graph, "lower" applies a plan to one.
+# The pipeline in one readable tuple each. "plan" decides on a canonical graph, "lower" applies a plan to one,
+# "place" plans where a lowered graph's values lie.
 PIPELINES = {
     "plan": (
         "plan-recompute", "sink-gradients", "insert-checkpoint", "recompute", "plan-swap", "insert-gather", "lower-gather", "insert-swap",
@@ -13,4 +14,5 @@ PIPELINES = {
         "chunk-loss", "sink-gradients", "insert-checkpoint", "recompute", "insert-gather", "lower-gather", "insert-swap",
         "hoist-transfers", "sink-waits", "bucket-transfers", "insert-release",
     ),
+    "place": ("assign-offsets",),
 }

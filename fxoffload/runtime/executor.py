@@ -6,7 +6,9 @@ times as much per node.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+import logging
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.fx as fx
@@ -15,21 +17,26 @@ from .. import ops
 from ..effects import Alloc, Tier
 from ..graph import root_of, tensors_in
 from ..layout import part_of
-from ..torch_compat import boxed_codegen
+from ..torch_compat import boxed_codegen, keeps_graph
+from .device_arena import DeviceArena
+from .placed import ALONE, LoadedThere, placed_call, places
 from .transfers import SynchronousEngine, StreamEngine
+
+log = logging.getLogger("fxoffload")
 
 Boxed = Callable[[list[object]], Sequence[object]]
 
 
 def compile_eager(
-    graph: fx.Graph, engine: SynchronousEngine | StreamEngine, finishes: bool, observe: Callable[..., None] | None = None
+    graph: fx.Graph, engine: SynchronousEngine | StreamEngine, finishes: bool, observe: Callable[..., None] | None = None,
+    arena: DeviceArena | None = None,
 ) -> Boxed:
     """A function of one list (which it empties) that runs `graph`.
 
     `finishes`: host results are readable when it returns. `observe` is called with every operator's result on the device and,
-    to keep them, its operands.
+    to keep them, its operands. `arena`: values with an offset lie there; without one all lie where the allocator puts them.
     """
-    lowered = _lower(graph, engine, observe)
+    lowered = _lower(graph, engine, observe, arena)
     lowered.set_codegen(boxed_codegen())
     module = fx.GraphModule(root_of(graph), lowered)
     forward = module.forward
@@ -44,15 +51,43 @@ def compile_eager(
     return boxed(run)
 
 
+def compile_placed(
+    graph: fx.Graph, engine: SynchronousEngine | StreamEngine, finishes: bool, arena: DeviceArena, continues: bool
+) -> Boxed:
+    """A function like `compile_eager`'s whose values lie in the arena, as long as the step has it for itself.
+
+    A step that begins while another has not ended, and a backward that may be run again, get their memory from the allocator: what lies
+    in the arena stays. `continues`: the graph is a backward, which has the arena if its forward had.
+    """
+    placed = compile_eager(graph, engine, finishes, arena=arena)
+
+    @functools.cache
+    def apart() -> Boxed:
+        log.info("a step runs beside an open one, or will run again: its values are not at their planned offsets")
+        return compile_eager(graph, engine, finishes)
+
+    def run(arguments: list[object]) -> Sequence[object]:
+        if continues:
+            has_arena = not keeps_graph() and (arena.holds(arguments) or arena.take())
+        else:
+            has_arena = arena.take()
+        return (placed if has_arena else apart())(arguments)
+
+    return boxed(run)
+
+
 def boxed(run: Boxed) -> Boxed:
     """Marks `run` as one that takes its arguments as a list and empties it."""
     run._boxed_call = True  # type: ignore[attr-defined]
     return run
 
 
-def _lower(graph: fx.Graph, engine: SynchronousEngine | StreamEngine, observe: Callable[..., None] | None) -> fx.Graph:
+def _lower(
+    graph: fx.Graph, engine: SynchronousEngine | StreamEngine, observe: Callable[..., None] | None, arena: DeviceArena | None
+) -> fx.Graph:
     lowered = fx.Graph()
     new: dict[fx.Node, fx.Node] = {}
+    offsets = places(graph) if arena is not None else {}
     for node in graph.nodes:
         if node.target in (ops.release, ops.backward):
             continue
@@ -62,6 +97,8 @@ def _lower(graph: fx.Graph, engine: SynchronousEngine | StreamEngine, observe: C
         new[node] = lowered.node_copy(node, lambda n: new[n])
         new[node].meta = {}
         _bind(new[node], engine)
+        if node in offsets and arena is not None:
+            new[node].target = _placed(node, new[node].target, offsets[node], arena)
         if observe is not None and _gives_device_bytes(node):
             # The operands too: they must live until their operator's result is counted, as they do while it runs.
             lowered.call_function(observe, (new[node], *(new[o] for o in node.all_input_nodes if isinstance(o.meta.get("val"), torch.Tensor))))
@@ -91,6 +128,13 @@ def _bind(node: fx.Node, engine: SynchronousEngine | StreamEngine) -> None:
         node.target, node.args = _Bound(ops.get_rng_state, device), ()
     elif node.target is ops.swap_rng_state:
         node.target, node.args = _Bound(_swap_rng_state, node.args[1]), node.args[:1]
+
+
+def _placed(node: fx.Node, target: object, offsets: Mapping[int, int], arena: DeviceArena) -> Callable[..., object]:
+    spec = ops.spec_of(node)
+    if spec is not None and spec.starts_transfer:
+        return LoadedThere(target, offsets[ALONE], arena)  # type: ignore[arg-type]
+    return placed_call(node, offsets, arena)
 
 
 class _Bound:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,6 +16,9 @@ from .host_memory import HostMemory
 Copy = tuple[torch.Tensor, torch.Tensor]
 """Where bytes go, and where they are."""
 
+New = Callable[[Sequence[int], Sequence[int], torch.dtype], torch.Tensor]
+"""Memory on the device for a tensor of that shape, stride and dtype."""
+
 
 class Engine(Protocol):
     """What lowered graphs call. `moved_bytes`, `copies`: bytes, and calls that moved them, per channel since the engine was made."""
@@ -23,9 +26,10 @@ class Engine(Protocol):
     moved_bytes: Counter[str]
     copies: Counter[str]
 
-    def swap_in(self, src: torch.Tensor) -> object: ...
+    def swap_in(self, src: torch.Tensor, new: New | None = None) -> object:
+        """`new`: where the bytes go; None where the allocator puts them."""
 
-    def swap_in_many(self, src: Sequence[torch.Tensor]) -> object:
+    def swap_in_many(self, src: Sequence[torch.Tensor], new: New | None = None) -> object:
         """A bucket: one allocation, one event, and one copy for each run of members that are neighbours on the host as they are in it."""
 
     def swap_out(self, src: torch.Tensor, tier: str) -> object: ...
@@ -46,14 +50,14 @@ class SynchronousEngine:
         self.moved_bytes: Counter[str] = Counter()
         self.copies: Counter[str] = Counter()
 
-    def swap_in(self, src: torch.Tensor) -> torch.Tensor:
-        out = torch.empty_strided(src.shape, src.stride(), dtype=src.dtype, device=self.device)
+    def swap_in(self, src: torch.Tensor, new: New | None = None) -> torch.Tensor:
+        out = (new or self._new)(src.shape, src.stride(), src.dtype)
         out.copy_(src)
         self._count("h2d", out, 1)
         return out
 
-    def swap_in_many(self, src: Sequence[torch.Tensor]) -> torch.Tensor:
-        flat, copies = bucket(src, self.memory, self.device)
+    def swap_in_many(self, src: Sequence[torch.Tensor], new: New | None = None) -> torch.Tensor:
+        flat, copies = bucket(src, self.memory, new or self._new)
         for out, one in copies:
             out.copy_(one)
         self._count("h2d", flat, len(copies))
@@ -64,6 +68,9 @@ class SynchronousEngine:
         out.copy_(src)
         self._count("d2h", out, 1)
         return out
+
+    def _new(self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty_strided(shape, stride, dtype=dtype, device=self.device)
 
     def _count(self, channel: str, out: torch.Tensor, n_copies: int) -> None:
         self.moved_bytes[channel] += out.nbytes
@@ -104,12 +111,12 @@ class StreamEngine:
         self._last_in: torch.Event | None = None
         self._to_host: list[Transfer] = []
 
-    def swap_in(self, src: torch.Tensor) -> Transfer:
-        out = torch.empty_strided(src.shape, src.stride(), dtype=src.dtype, device=self.device)
+    def swap_in(self, src: torch.Tensor, new: New | None = None) -> Transfer:
+        out = (new or self._new)(src.shape, src.stride(), src.dtype)
         return self._to_device(out, ((out, src),), (src,))
 
-    def swap_in_many(self, src: Sequence[torch.Tensor]) -> Transfer:
-        flat, copies = bucket(src, self.memory, self.device)
+    def swap_in_many(self, src: Sequence[torch.Tensor], new: New | None = None) -> Transfer:
+        flat, copies = bucket(src, self.memory, new or self._new)
         return self._to_device(flat, copies, src)
 
     def swap_out(self, src: torch.Tensor, tier: str) -> Transfer:
@@ -137,6 +144,9 @@ class StreamEngine:
             self._last_in.synchronize()
             self._last_in = None
 
+    def _new(self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty_strided(shape, stride, dtype=dtype, device=self.device)
+
     def _to_device(self, out: torch.Tensor, copies: Sequence[Copy], borrowed: Sequence[torch.Tensor]) -> Transfer:
         self.moved_bytes["h2d"] += out.nbytes
         self.copies["h2d"] += len(copies)
@@ -154,10 +164,10 @@ class StreamEngine:
         return done  # type: ignore[no-any-return]
 
 
-def bucket(src: Sequence[torch.Tensor], memory: HostMemory, device: torch.device) -> tuple[torch.Tensor, list[Copy]]:
-    """The bytes of a bucket on `device`, not yet filled, and the copies that fill them."""
+def bucket(src: Sequence[torch.Tensor], memory: HostMemory, new: New) -> tuple[torch.Tensor, list[Copy]]:
+    """The bytes of a bucket on the device, not yet filled, and the copies that fill them."""
     n_bytes, runs = memory.runs(src)
-    flat = torch.empty(n_bytes, dtype=torch.uint8, device=device)
+    flat = new((n_bytes,), (1,), torch.uint8)
     return flat, [(flat[run.offset : run.offset + run.n_bytes], run.bytes()) for run in runs]
 
 
