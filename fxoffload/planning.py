@@ -17,12 +17,13 @@ from torch import nn
 
 from . import ops, text
 from .account import optimizer_step_s, reasons_of
+from .donation import Donated
 from .effects import Tier
 from .errors import PlanError
 from .footprint import Footprint
 from .graph import Bounds, Role, border_of, copy_graph, info, output_of
 from .layout import padded
-from .liveness import base_nodes, liveness, no_workspace
+from .liveness import base_nodes, liveness
 from .machine import Machine
 from .memory_map import MemoryMap, placeable, scratch_bytes
 from .optimizer_states import States
@@ -229,7 +230,7 @@ class Planning:
         if footprint.by_offsets:
             live = liveness(graph, context.bounds)
             footprint = replace(footprint, scratch_bytes=scratch_bytes(live, placeable(live), workspace))
-            context = replace(context, workspace=no_workspace)
+            context = replace(context, workspace=Donated(context.bounds))
         pinned = pinned_names(self.pins, self.parameters(), PARAMETER_PLACES)
         on_device = frozenset(n for n, place in pinned.items() if place == "device")
         return Problem(

@@ -45,7 +45,7 @@ _COLUMNS = (Kind.PARAMETER, Kind.ACTIVATION, Kind.GRADIENT, Kind.OTHER)
 def simulate(graph: fx.Graph, bounds: Bounds, machine: Machine, outside_bytes: int = 0, workspace: Callable[[fx.Node], int] = no_workspace) -> Simulation:
     """What `graph` needs and takes. A Storage lives from its producer to its release, or to its last use where it has none.
 
-    `workspace`: bytes a node needs for itself while it runs.
+    `workspace`: bytes a node needs for itself while it runs; less than none where its result takes an operand's place, until that is released.
     """
     live = liveness(graph, bounds)
     starts: list[list[Storage]] = [[] for _ in live.nodes]
@@ -55,12 +55,13 @@ def simulate(graph: fx.Graph, bounds: Bounds, machine: Machine, outside_bytes: i
         if storage not in live.escapes:
             ends[live.last[storage]].append(storage)
     now: Counter[tuple[Tier, Kind]] = Counter()
-    curve, peak, peak_at, host_peak, disk_peak = [], 0, 0, 0, 0
+    curve, peak, peak_at, host_peak, disk_peak, own = [], 0, 0, 0, 0, 0
     for i in range(len(live.nodes)):
         for storage in starts[i]:
             if not (storage.is_input and storage.tier.on_host):
                 now[storage.tier, storage.kind] += storage.n_bytes
-        row = tuple(now[Tier.DEVICE, kind] + (workspace(live.nodes[i]) if kind is Kind.OTHER else 0) for kind in _COLUMNS)
+        own = min(own, 0) if live.nodes[i].target is ops.release else workspace(live.nodes[i])
+        row = tuple(now[Tier.DEVICE, kind] + (own if kind is Kind.OTHER else 0) for kind in _COLUMNS)
         curve.append(row)
         if sum(row) > peak:
             peak, peak_at = sum(row), i

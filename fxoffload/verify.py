@@ -18,6 +18,7 @@ import torch
 import torch.fx as fx
 
 from . import ops, text
+from .donation import donations
 from .effects import Alloc, Await, Borrow, Effect, Free, Read, Tier
 from .errors import VerifyError
 from .graph import Bounds, info, name_of, operands
@@ -364,9 +365,10 @@ def _check_released(checked: Checked) -> None:
 
 
 def _check_placed(checked: Checked) -> None:
-    """Every Storage that an arena can hold has an offset, and none overlaps another that is there at the same time."""
+    """Every Storage that an arena can hold has an offset, and none overlaps another that is there at the same time, donations apart."""
     live = checked.live
     placed = placeable(live)
+    taken = {given: taker for taker, given in donations(live, placed).items() if info(placed[given]).offset == info(placed[taker]).offset}
     starts: dict[int, list[Storage]] = {}
     ends: dict[int, list[Storage]] = {}
     for storage, node in placed.items():
@@ -374,7 +376,7 @@ def _check_placed(checked: Checked) -> None:
             raise checked.error(node, f"{_quote(storage)} of %{name_of(node)} has no offset")
         one = lifetime(live, storage)
         starts.setdefault(one.begin, []).append(storage)
-        ends.setdefault(one.end, []).append(storage)
+        ends.setdefault(live.first[taken[storage]] if storage in taken else one.end, []).append(storage)
     there: list[tuple[int, int, str]] = []
     for i, node in enumerate(live.nodes):
         for storage in ends.get(i, ()):

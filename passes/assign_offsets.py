@@ -1,17 +1,19 @@
 """assign-offsets: every value that the graph makes on the device and does not return gets a place in one arena.
 
 Values that are there at the same time lie apart, so fragmentation cannot decide whether a plan fits: the arena's size is known before
-anything runs. Offsets are in bytes, for the largest sizes; a view lies where its source does.
+anything runs. A result of an elementwise op takes the place of an operand that is read there for the last time. Offsets are in bytes, for
+the largest sizes; a view lies where its source does.
 """
 
 from __future__ import annotations
 
 import torch.fx as fx
 
+from fxoffload.donation import donations
 from fxoffload.graph import set_info
 from fxoffload.liveness import liveness
 from fxoffload.memory_map import lifetime, placeable
-from fxoffload.offsets import pack
+from fxoffload.offsets import Lifetime, pack
 from fxoffload.pipeline import Context, Pass
 
 
@@ -19,9 +21,17 @@ def run(graph: fx.Graph, ctx: Context) -> fx.Graph:
     """`graph` with its offsets noted."""
     live = liveness(graph, ctx.bounds)
     placed = placeable(live)
-    offsets, _ = pack([lifetime(live, storage) for storage in placed])
-    for node, offset in zip(placed.values(), offsets, strict=True):
-        set_info(node, offset=offset)
+    given = donations(live, placed)
+    ends = {storage: lifetime(live, storage).end for storage in placed}
+    first = {storage: storage for storage in placed}
+    for taker in given:  # in the order they are made: a chain of donations is one block, from the first that lies there to the last
+        first[taker] = first[given[taker]]
+        ends[first[taker]] = max(ends[first[taker]], ends[taker])
+    blocks = [storage for storage in placed if first[storage] is storage]
+    offsets, _ = pack([Lifetime(live.first[one], ends[one], one.n_bytes) for one in blocks])
+    found = dict(zip(blocks, offsets, strict=True))
+    for storage, node in placed.items():
+        set_info(node, offset=found[first[storage]])
     return graph
 
 

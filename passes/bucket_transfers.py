@@ -71,4 +71,4 @@ def _release_once(graph: fx.Graph, members: Sequence[fx.Node], ready: fx.Node, p
         graph.erase_node(one)
 
 
-PASS = Pass("bucket-transfers", run, requires=frozenset({"lowered", "awaited"}), breaks=frozenset({"fits"}))
+PASS = Pass("bucket-transfers", run, requires=frozenset({"lowered", "awaited"}), breaks=frozenset({"fits", "placed"}))

@@ -212,4 +212,4 @@ def _sizes(length: Size, n: int) -> Iterator[Size]:
     return ((length - i + n - 1) // n for i in range(n))
 
 
-PASS = Pass("chunk-loss", run, requires=frozenset({"functional"}), breaks=frozenset({"released", "fits"}))
+PASS = Pass("chunk-loss", run, requires=frozenset({"functional"}), breaks=frozenset({"released", "fits", "placed"}))

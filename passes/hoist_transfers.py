@@ -47,4 +47,4 @@ def _value_of(node: fx.Node) -> str:
     return info(source).name.rsplit("^", 1)[0]
 
 
-PASS = Pass("hoist-transfers", run, requires=frozenset({"lowered", "awaited"}), breaks=frozenset({"fits"}))
+PASS = Pass("hoist-transfers", run, requires=frozenset({"lowered", "awaited"}), breaks=frozenset({"fits", "placed"}))

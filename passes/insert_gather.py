@@ -41,5 +41,5 @@ def _gather(graph: fx.Graph, parameter: fx.Node, names: Names, ctx: Context) -> 
 
 PASS = Pass(
     "insert-gather", run, requires=frozenset({"functional"}), provides=frozenset({"resident"}),
-    breaks=frozenset({"lowered", "released", "fits"}),
+    breaks=frozenset({"lowered", "released", "fits", "placed"}),
 )

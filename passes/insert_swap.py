@@ -66,5 +66,5 @@ def _host_value(value: fx.Node, ctx: Context) -> object:
 
 PASS = Pass(
     "insert-swap", run, requires=frozenset({"functional", "lowered"}), provides=frozenset({"awaited"}),
-    breaks=frozenset({"released", "fits"}),
+    breaks=frozenset({"released", "fits", "placed"}),
 )

@@ -23,4 +23,4 @@ def run(graph: fx.Graph, ctx: Context) -> fx.Graph:
     return graph
 
 
-PASS = Pass("lower-gather", run, provides=frozenset({"lowered", "awaited"}))
+PASS = Pass("lower-gather", run, provides=frozenset({"lowered", "awaited"}), breaks=frozenset({"placed"}))

@@ -123,5 +123,5 @@ def _fake_state(node: fx.Node) -> torch.Tensor:
 
 PASS = Pass(
     "recompute", run, requires=frozenset({"functional"}), provides=frozenset({"lowered"}),
-    breaks=frozenset({"released", "fits"}),
+    breaks=frozenset({"released", "fits", "placed"}),
 )

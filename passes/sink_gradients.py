@@ -45,4 +45,4 @@ def _sink(graph: fx.Graph, gradient: fx.Node, owner: fx.Node, ctx: Context, orde
     return ready
 
 
-PASS = Pass("sink-gradients", run, requires=frozenset({"functional"}), breaks=frozenset({"released"}))
+PASS = Pass("sink-gradients", run, requires=frozenset({"functional"}), breaks=frozenset({"released", "placed"}))

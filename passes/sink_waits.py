@@ -25,4 +25,4 @@ def run(graph: fx.Graph, ctx: Context) -> fx.Graph:
     return graph
 
 
-PASS = Pass("sink-waits", run, requires=frozenset({"lowered", "awaited"}), breaks=frozenset({"fits"}))
+PASS = Pass("sink-waits", run, requires=frozenset({"lowered", "awaited"}), breaks=frozenset({"fits", "placed"}))

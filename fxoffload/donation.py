@@ -1,0 +1,108 @@
+"""Donation: a result that takes the place of an operand that nobody reads any more, where memory is planned by offsets.
+
+Only ops that read of an element's place nothing after they wrote there may do so: elementwise ones, and the softmax family along the last
+dimension, whose kernels read a row before they write it. The bits are those of the same op with a result of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+
+import torch
+import torch.fx as fx
+
+from . import ops
+from .graph import Bounds, operands
+from .liveness import Liveness, Storage
+from .out_variants import out_variant
+
+_aten = torch.ops.aten
+# Position of the operand whose place the result may take, and of the dimension that must be the last.
+_ROWWISE = {
+    _aten._log_softmax.default: (0, 1),
+    _aten._softmax.default: (0, 1),
+    _aten._log_softmax_backward_data.default: (0, 2),
+    _aten._softmax_backward_data.default: (0, 2),
+}
+
+
+def donations(live: Liveness, placed: dict[Storage, fx.Node]) -> dict[Storage, Storage]:
+    """For each Storage that takes another's place, that other: both in `placed`, of one size, the last read of one the making of the other."""
+    found: dict[Storage, Storage] = {}
+    for i, node in enumerate(live.nodes):
+        made = live.defined_at(node) if takes_a_place(node) else ()
+        if len(made) != 1 or made[0] not in placed:
+            continue
+        for operand in _candidates(node):
+            (given,) = live.of.get(operand, ()) or (None,)
+            if given is None or given not in placed or given.n_bytes != made[0].n_bytes or _last_read(live, given) != i:
+                continue
+            if all(_same_form(other, node) for other in operands(node) if given in live.of.get(other, ())):
+                found[made[0]] = given
+                break
+    return found
+
+
+def takes_a_place(node: fx.Node) -> bool:
+    """Whether the op can write its result over an operand."""
+    return node.op == "call_function" and _may_overwrite(node.target)
+
+
+@functools.lru_cache(maxsize=None)
+def _may_overwrite(target: object) -> bool:
+    variant = out_variant(target)
+    if variant is None or len(variant.results) != 1:
+        return False
+    return target in _ROWWISE or torch.Tag.pointwise in target.tags  # type: ignore[union-attr]
+
+
+def _candidates(node: fx.Node) -> Iterator[fx.Node]:
+    """Operands whose place the result may take, as far as shapes say."""
+    if node.target in _ROWWISE:
+        position, dim = _ROWWISE[node.target]  # type: ignore[index]
+        operand = node.args[position]
+        if isinstance(operand, fx.Node) and node.args[dim] in (-1, node.meta["val"].dim() - 1) and _same_form(operand, node):
+            yield operand
+        return
+    for operand in operands(node):
+        if _same_form(operand, node):
+            yield operand
+
+
+def _same_form(a: fx.Node, b: fx.Node) -> bool:
+    """Whether two values have one dtype, shape and stride, so that each element of one lies where the other's does."""
+    x, y = a.meta.get("val"), b.meta.get("val")
+    if not (isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor)) or x.dtype != y.dtype:
+        return False
+    return _expressions(x) == _expressions(y)
+
+
+def _expressions(tensor: torch.Tensor) -> list[object]:
+    """Sizes and strides, symbols as expressions: comparing those sets no guard."""
+    return [n.node.expr if isinstance(n, torch.SymInt) else n for n in (*tensor.shape, *tensor.stride())]
+
+
+def _last_read(live: Liveness, storage: Storage) -> int:
+    """Index of the last node that uses the Storage, its release apart."""
+    return next((i for i in reversed(live.uses[storage]) if live.nodes[i].target is not ops.release), live.first[storage])
+
+
+class Donated:
+    """A workspace for planning: minus the bytes that an op does not need because its result takes an operand's place, whatever the plan is.
+
+    That is so where nothing else reads the operand at all.
+    """
+
+    def __init__(self, bounds: Bounds) -> None:
+        self.bounds = bounds
+
+    def __call__(self, node: fx.Node) -> int:
+        if not takes_a_place(node):
+            return 0
+        for operand in _candidates(node):
+            is_own = operand.op == "call_function" and out_variant(operand.target) is not None
+            readers = [user for user in operand.users if user.target is not ops.release]
+            if is_own and readers == [node] and operands(node).count(operand) == 1:
+                return -self.bounds.bytes_of(node.meta["val"])
+        return 0
