@@ -15,7 +15,7 @@ from torch import nn
 
 from .capture import input_refs
 from .graph import Role, root_of
-from .heap import heap_at_rest, swept
+from .heap import Litter, heap_at_rest
 from .integrations import transformers
 from .joint import InputRef, step_graph
 from .machine import Machine
@@ -76,6 +76,7 @@ class Session:
         self.graphs: dict[str, fx.Graph] = {}
         self.captured: CapturedStep | None = None
         self.closed = False
+        self.litter = Litter()
         self.router = Router(self)
         self.places = Places(model, options.device)
         self.writes = Writes(model)
@@ -117,6 +118,7 @@ class Session:
         if self.structure_changed():
             raise Recapture
         self.router.captures += 1
+        self.litter.lies = True
         self._refs = input_refs(gm, self.router.scope, self.model)
         neutralize(gm.graph)
         gm.recompile()
@@ -156,7 +158,7 @@ class Session:
         return self._executable(lowered, finishes=True)
 
     def _executable(self, graph: fx.Graph, finishes: bool) -> Callable[..., Any]:
-        run, dry = swept(self._compiled(graph, finishes)), self.router.dry
+        run, dry = self.litter.swept_before(self._compiled(graph, finishes)), self.router.dry
 
         def guarded(arguments: list[Any]) -> Any:
             if dry.on:

@@ -142,7 +142,7 @@ def test_a_capture_leaves_no_bytes_on_the_device_for_the_garbage_collector(simul
     try:
         model = fxoffload.compile(case.model, batch_of("plain", 16, 2, 0), device="fxsim", device_budget="1GiB")
         assert collected_bytes(simulated_device) == 0
-        for length, mode in ((24, model.train), (24, model.eval), (32, model.train)):
+        for length, mode in ((16, model.train), (24, model.train), (24, model.eval), (32, model.train)):
             mode()
             with torch.set_grad_enabled(model.training):
                 out = model(**batch_of("plain", length, 2, 0))
