@@ -122,7 +122,9 @@ class Session:
         self._refs = input_refs(gm, self.router.scope, self.model)
         neutralize(gm.graph)
         gm.recompile()
-        compiler = aot_backend(*map(WeakBackend, (self._compile_half, self._compile_backward, self._compile_inference, self._partition)))
+        methods: tuple[Callable[..., Any], ...] = (
+            self._compile_half, self._compile_backward, self._compile_inference, self._partition)
+        compiler = aot_backend(*map(WeakBackend, methods))
         return compiler(gm, example_inputs)  # type: ignore[no-any-return]
 
     def _partition(self, joint: fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, **_: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
