@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
 
-.PHONY: setup demo test test-torch211 mutants soak clean
+.PHONY: setup demo test test-torch211 lint mutants soak clean
 
 setup: $(VENV)/.ready
 
@@ -28,6 +28,9 @@ test-torch211:
 	.venv-torch211/bin/python -m pip install -q --disable-pip-version-check torch==2.11.0 transformers==5.17.0
 	.venv-torch211/bin/python -m pip install -q --disable-pip-version-check -e ".[test]"
 	OMP_NUM_THREADS=1 .venv-torch211/bin/python -m pytest -n 2 --dist worksteal --durations 60 -m "not slow and not gpu and not multi_gpu" tests
+
+lint: setup
+	$(PY) -m mypy
 
 mutants: setup
 	$(PY) tests/mutants.py

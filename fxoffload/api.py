@@ -15,7 +15,7 @@ from .capture import batch_tensors
 from .dry import is_shape, model_without_weights, sample_batch
 from .errors import PlanError
 from .free import device_bytes, host_bytes
-from .heap import heap_at_rest, sweep
+from .heap import heap_at_rest
 from .integrations.synthetic import with_images
 from .machine import Machine, default_machine, load_machine
 from .optimizer_states import optimizer_states
@@ -87,7 +87,7 @@ def compile(
         with heap_at_rest():
             for args, kwargs in samples:
                 session.router.capture(args, kwargs)
-        sweep()
+            session.litter.sweep()
         session.settle()
         undo.pop_all()
     return model

@@ -28,7 +28,7 @@ from .effects import Tier
 from .errors import PlanError
 from .footprint import Footprint
 from .graph import Bounds, Role, info, output_of, root_of
-from .heap import swept
+from .heap import Litter
 from .joint import InputRef, step_graph
 from .liveness import Kind, liveness
 from .machine import Machine, default_machine, load_machine
@@ -144,7 +144,7 @@ class _Step:
         return fx.GraphModule(root_of(halves.forward), halves.forward), fx.GraphModule(root_of(halves.backward), halves.backward)
 
     def _forward(self, gm: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
-        return boxed(swept(compile_eager(gm.graph, self.engine, finishes=False)))
+        return boxed(Litter(lies=True).swept_before(compile_eager(gm.graph, self.engine, finishes=False)))
 
     def _backward(self, gm: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
         return compile_eager(gm.graph, self.engine, finishes=True)
@@ -154,7 +154,7 @@ class _Step:
         lowered = self._lowered(step_graph(gm.graph, self.refs, n_outputs), "forward")
         output = lowered.output_node()
         output.args = (output.args[0][0],)  # type: ignore[index]
-        return boxed(swept(compile_eager(lowered, self.engine, finishes=False)))
+        return boxed(Litter(lies=True).swept_before(compile_eager(lowered, self.engine, finishes=False)))
 
     def _lowered(self, graph: fx.Graph, kind: str) -> fx.Graph:
         bounds = self._bounds(graph)

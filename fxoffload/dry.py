@@ -79,7 +79,7 @@ def _config(source: Any) -> Any:
     except json.JSONDecodeError as error:
         raise ValueError(f"model: {path} is not JSON: {error}") from None
     model_type = raw.pop("model_type", None) if isinstance(raw, dict) else None
-    if model_type not in transformers.CONFIG_MAPPING:
+    if not isinstance(model_type, str) or model_type not in transformers.CONFIG_MAPPING:
         raise ValueError(f"model: {path} has model_type {model_type!r}, which transformers {transformers.__version__} does not know")
     return transformers.AutoConfig.for_model(model_type, **raw)
 

@@ -14,10 +14,11 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from typing import cast
 
 import torch
 import torch.fx as fx
-from torch.fx.node import map_arg
+from torch.fx.node import Argument, map_arg
 
 from . import ops
 from .effects import Tier
@@ -170,6 +171,12 @@ def border_of(graph: fx.Graph) -> fx.Node | None:
 def output_of(graph: fx.Graph) -> fx.Node:
     """The output node."""
     return next(iter(reversed(graph.nodes)))
+
+
+def returned(graph: fx.Graph) -> tuple[tuple[Argument, ...], tuple[Argument, ...]]:
+    """What a Step returns, in order: forward's outputs, then the gradients. Each is a node, or a constant such as None."""
+    outputs, gradients = cast("tuple[tuple[Argument, ...], tuple[Argument, ...]]", output_of(graph).args[0])
+    return outputs, gradients
 
 
 def module_path(node: fx.Node) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 
@@ -17,9 +18,9 @@ def heap_at_rest() -> Iterator[None]:
     if gc.get_freeze_count() > _FROZEN_AT_START and not _entered:
         yield
         return
-    _entered.append(True)
-    gc.freeze()
+    _entered.append(_Rest())
     if len(_entered) == 1:
+        gc.freeze()
         gc.callbacks.append(_keep_survivors)
     try:
         yield
@@ -30,31 +31,47 @@ def heap_at_rest() -> Iterator[None]:
             gc.unfreeze()
 
 
+@dataclass(slots=True)
+class _Rest:
+    """`has_kept`: a full collection has put things out of sight that were made in it."""
+
+    has_kept: bool = False
+
+
 def _keep_survivors(phase: str, collection: Mapping[str, int]) -> None:
     """What a full collection leaves is out of the next one's sight, until the heap is at work again."""
     if phase == "stop" and collection["generation"] == 2:
         gc.freeze()
+        _entered[0].has_kept = True
 
 
-_entered: list[bool] = []
+_entered: list[_Rest] = []
 # Python 3.12 starts with some hundred objects frozen; a caller who freezes his heap has hundreds of thousands.
 _FROZEN_AT_START = 10_000
 
 
-def sweep() -> None:
-    """Frees what a capture left in cycles. Dynamo's frames end in them and hold the batch of the call that captured: bytes on the device
-    that no plan knows, until the collector comes by."""
-    gc.collect()
+@dataclass(slots=True)
+class Litter:
+    """What captures leave in cycles: Dynamo's frames end in them and hold the batch of the call that captured, bytes on the device that
+    no plan knows, until the collector comes by. `lies`: something was captured since the last sweep."""
 
+    lies: bool = False
 
-def swept(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-    """`run`, whose first call sweeps before it: by then Dynamo has returned, and nothing of the step is on the device yet."""
-    fresh = [True]
+    def sweep(self) -> None:
+        """Frees it, once per capture. At rest only what was made since is walked, unless some of that is out of sight already."""
+        if not self.lies:
+            return
+        self.lies = False
+        if _entered and _entered[0].has_kept:
+            gc.unfreeze()
+        gc.collect()
 
-    def start(arguments: list[Any]) -> Any:
-        if fresh:
-            fresh.clear()
-            sweep()
-        return run(arguments)
+    def swept_before(self, run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+        """`run`, which sweeps before its first call after a capture: by then Dynamo has returned, and nothing of the step is on the
+        device yet."""
 
-    return start
+        def start(arguments: list[Any]) -> Any:
+            self.sweep()
+            return run(arguments)
+
+        return start

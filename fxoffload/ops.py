@@ -81,7 +81,7 @@ def define(
 
 def spec_of(node: fx.Node) -> Spec | None:
     """The Spec of a memory node, None for any other node."""
-    return SPECS.get(node.target) if node.op == "call_function" else None  # type: ignore[arg-type]
+    return SPECS.get(node.target) if isinstance(node.target, torch._ops.OpOverload) else None
 
 
 def _copy_to(src: torch.Tensor, device: torch.device) -> torch.Tensor:

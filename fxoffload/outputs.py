@@ -18,6 +18,8 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils import _pytree as pytree
 
+from .graph import returned
+
 
 def only_loss(out: Any) -> Any:
     """`out` with every tensor besides the scalar `loss` detached: scalars as they are, larger ones as shadows. Traced by Dynamo.
@@ -62,8 +64,8 @@ def _shadow(value: Any) -> Any:
 
 def returns_shadows(graph: fx.Graph) -> bool:
     """True when the captured Step `graph` returns a shadow."""
-    outputs, _ = graph.output_node().args[0]  # type: ignore[misc]
-    return any(isinstance(n, fx.Node) and _is_shadow(n.meta.get("val")) for n in outputs)  # type: ignore[union-attr]
+    outputs, _ = returned(graph)
+    return any(isinstance(n, fx.Node) and _is_shadow(n.meta.get("val")) for n in outputs)
 
 
 def has_shadows(out: Any) -> bool:
@@ -170,7 +172,7 @@ class LazyTensor(torch.Tensor):
             self._compute = None
         return self._value
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return repr(self.materialize())
 
     @classmethod
@@ -184,7 +186,7 @@ class LazyTensor(torch.Tensor):
         return func(*plain_args, **plain_kwargs)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         plain_args, plain_kwargs = pytree.tree_map_only(LazyTensor, LazyTensor.materialize, (args, kwargs or {}))
         return func(*plain_args, **plain_kwargs)
 
@@ -199,7 +201,8 @@ def _defer(func: Any, args: Any, kwargs: Any) -> LazyTensor:
 
 _FREE = frozenset({
     torch.Tensor.shape.__get__, torch.Tensor.dtype.__get__, torch.Tensor.device.__get__, torch.Tensor.ndim.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.requires_grad.__get__, torch.Tensor.grad_fn.__get__, torch.Tensor.is_leaf.__get__, torch.Tensor.layout.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.requires_grad.__get__, torch.Tensor.is_leaf.__get__, torch.Tensor.layout.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.grad_fn.__get__,  # type: ignore[union-attr]
     torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.is_floating_point, torch.Tensor.is_complex,
     torch.Tensor.element_size, torch.Tensor.__len__, torch.Tensor.ndimension,
 })

@@ -17,7 +17,7 @@ from . import text
 from .capture import input_refs
 from .footprint import Footprint
 from .graph import Role, output_of, root_of
-from .heap import heap_at_rest, swept
+from .heap import Litter, heap_at_rest
 from .integrations import transformers
 from .joint import InputRef, step_graph
 from .machine import Machine
@@ -80,6 +80,7 @@ class Session:
         self.graphs: dict[str, fx.Graph] = {}
         self.captured: CapturedStep | None = None
         self.closed = False
+        self.litter = Litter()
         self.router = Router(self)
         self.places = Places(model, options.device)
         self.writes = Writes(model)
@@ -122,10 +123,13 @@ class Session:
         if self.structure_changed():
             raise Recapture
         self.router.captures += 1
+        self.litter.lies = True
         self._refs = input_refs(gm, self.router.scope, self.model)
         neutralize(gm.graph)
         gm.recompile()
-        compiler = aot_backend(*map(WeakBackend, (self._compile_half, self._compile_backward, self._compile_inference, self._partition)))
+        methods: tuple[Callable[..., Any], ...] = (
+            self._compile_half, self._compile_backward, self._compile_inference, self._partition)
+        compiler = aot_backend(*map(WeakBackend, methods))
         return compiler(gm, example_inputs)  # type: ignore[no-any-return]
 
     def _partition(self, joint: fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, **_: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
@@ -161,7 +165,7 @@ class Session:
         return self._executable(lowered, finishes=True)
 
     def _executable(self, graph: fx.Graph, finishes: bool) -> Callable[..., Any]:
-        run, dry = swept(self._compiled(graph, finishes)), self.router.dry
+        run, dry = self.litter.swept_before(self._compiled(graph, finishes)), self.router.dry
 
         def guarded(arguments: list[Any]) -> Any:
             if dry.on:

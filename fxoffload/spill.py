@@ -18,7 +18,7 @@ import torch.fx as fx
 
 from . import ops
 from .effects import Tier
-from .graph import Bounds, output_of
+from .graph import Bounds, returned
 from .liveness import Liveness, Storage, is_view, liveness, no_workspace
 
 NEVER = 1 << 60
@@ -105,7 +105,7 @@ def is_event(node: fx.Node) -> bool:
 
 def events_of(graph: fx.Graph, live: Liveness, workspace: Callable[[fx.Node], int] = no_workspace) -> list[Event]:
     """The events of the graph, in order. The border reads the forward's outputs; the output node reads the gradients."""
-    forward, gradients = output_of(graph).args[0]  # type: ignore[misc]
+    forward, gradients = returned(graph)
     events = []
     for i, node in enumerate(live.nodes):
         if not is_event(node):
@@ -140,10 +140,10 @@ class Spiller:
         for event, reads in zip(events, self.reads):
             for storage in reads:
                 self.uses.setdefault(storage, []).append(event.index)
-        forward, gradients = output_of(graph).args[0]  # type: ignore[misc]
-        returned = [v for v in (*forward, *gradients) if isinstance(v, fx.Node)]
+        forward, gradients = returned(graph)
+        results = [v for v in (*forward, *gradients) if isinstance(v, fx.Node)]
         # Tangents are the caller's: like what is returned, they stay to the end.
-        self.returned = {s for v in returned for s in live.of.get(v, ()) if not s.is_input} | {s for s in live.first if s.is_tangent}
+        self.returned = {s for v in results for s in live.of.get(v, ()) if not s.is_input} | {s for s in live.first if s.is_tangent}
         border = graph.find_nodes(op="call_function", target=ops.backward)
         self.border = live.index[border[0]] if border else NEVER
         self.before_border = max((i for i, event in enumerate(events) if event.index < self.border), default=0)
@@ -294,13 +294,3 @@ class Schedule:
         found = Spiller(self.graph, self.live, self.events, capacity, fixed, stay, leave).run(to_the_end)
         found.peak_bytes += fixed_bytes
         return found
-
-
-def base_nodes(live: Liveness) -> dict[Storage, fx.Node]:
-    """The node that names each Storage: its producer, or the element of the producer's tuple."""
-    found: dict[Storage, fx.Node] = {}
-    for node in live.nodes:
-        storages = live.of.get(node, ())
-        if len(storages) == 1 and storages[0] not in found and not isinstance(node.meta.get("val"), (tuple, list)):
-            found[storages[0]] = node
-    return found

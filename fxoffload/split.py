@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 import torch
 import torch.fx as fx
+from torch.fx.node import Argument
 
 from . import ops
-from .graph import Role, border_of, info, name_of, output_of, set_info
+from .graph import Role, border_of, info, name_of, returned, set_info
 from .liveness import liveness
 from .text import hint_bounds
 from .torch_compat import STASHED
@@ -31,7 +32,7 @@ def split(graph: fx.Graph) -> Halves:
     cut = _Cut.of(graph)
     live = liveness(graph, hint_bounds(graph))
 
-    forward, new = fx.Graph(), {}
+    forward, new = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in (*cut.primals, *cut.before):
         new[node] = _copy(forward, node, new)
     for value in cut.values:
@@ -68,8 +69,8 @@ class _Cut:
     late_inputs: tuple[fx.Node, ...]
     before: tuple[fx.Node, ...]
     after: tuple[fx.Node, ...]
-    outputs: tuple[object, ...]
-    gradients: tuple[object, ...]
+    outputs: tuple[Argument, ...]
+    gradients: tuple[Argument, ...]
     values: tuple[fx.Node, ...]
     symbols: tuple[fx.Node, ...]
     constants: tuple[fx.Node, ...]
@@ -79,7 +80,7 @@ class _Cut:
         """The cut at the border, which `graph` must have."""
         border = border_of(graph)
         assert border is not None, "a graph without a backward has nothing to cut"
-        outputs, gradients = output_of(graph).args[0]  # type: ignore[misc]
+        outputs, gradients = returned(graph)
         nodes = tuple(graph.nodes)
         inputs = [n for n in nodes if n.op == "placeholder"]
         first_tangent = next((i for i, n in enumerate(inputs) if info(n).role is Role.TANGENT), len(inputs))
@@ -88,13 +89,13 @@ class _Cut:
         crossing = _crossing({*inputs[:first_tangent], *before}, after, gradients)
         tensors = [n for n in crossing if isinstance(n.meta.get("val"), torch.Tensor)]
         return _Cut(
-            tuple(inputs[:first_tangent]), tuple(inputs[first_tangent:]), before, after, tuple(outputs), tuple(gradients),
+            tuple(inputs[:first_tangent]), tuple(inputs[first_tangent:]), before, after, outputs, gradients,
             values=tuple(n for n in tensors if n.op != "get_attr"),
             symbols=tuple(n for n in crossing if not isinstance(n.meta.get("val"), torch.Tensor)),
             constants=tuple(n for n in before if n.op == "get_attr" and n in crossing))
 
 
-def _crossing(available: set[fx.Node], after: tuple[fx.Node, ...], gradients: tuple[object, ...]) -> dict[fx.Node, None]:
+def _crossing(available: set[fx.Node], after: tuple[fx.Node, ...], gradients: tuple[Argument, ...]) -> dict[fx.Node, None]:
     """What backward reads of forward and of the inputs, in the order it is first read."""
     read = dict.fromkeys(o for n in after for o in n.all_input_nodes if o in available)
     return read | dict.fromkeys(g for g in gradients if isinstance(g, fx.Node) and g in available)

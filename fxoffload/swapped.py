@@ -152,7 +152,8 @@ def _call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 
 def _reduce_to_plain(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
     cls = plain_class(type(self))
-    _, _, state, *_ = super(type(self), self).__reduce_ex__(max(2, int(protocol)))  # type: ignore[misc]
+    reduced: tuple[Any, ...] = super(type(self), self).__reduce_ex__(max(2, int(protocol)))  # type: ignore[assignment, misc]
+    _, _, state, *_ = reduced
     if isinstance(state, dict):
         home = state.get(HOME)
         state = {k: v for k, v in state.items() if k != HOME}

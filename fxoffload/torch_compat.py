@@ -8,7 +8,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterator
 from types import CodeType
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch._dynamo
@@ -19,7 +19,7 @@ import torch.fx as fx
 import torch._guards
 import torch.fx.experimental._config
 from torch._C._dynamo.eval_frame import reset_code
-from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
+from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput, PlainAOTInput
 from torch._dynamo.backends.common import aot_autograd as _aot_autograd
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -52,7 +52,7 @@ def capture_config() -> Iterator[None]:
     )
     # Only marked sizes are symbolic, and two that happen to be equal now are not one: what a capture is valid for depends on
     # the call alone, not on calls before it or on other models.
-    shapes = torch.fx.experimental._config.patch(use_duck_shape=False)
+    shapes = torch.fx.experimental._config.patch(use_duck_shape=False)  # type: ignore[attr-defined]  # installed when it is imported
     with dynamo, shapes, torch._functorch.config.patch(backward_pass_autocast="off"):
         _METRICS_LOG.addFilter(_says_more_than_settings)
         try:
@@ -107,7 +107,7 @@ def fake_like(like: torch.Tensor, shape: tuple[int | torch.SymInt, ...], dtype: 
 def written_inputs(joint: fx.Graph) -> list[int]:
     """Positions of the inputs that the forward of AOTAutograd's joint graph writes into (torch._functorch._aot_autograd.descriptors)."""
     outputs = joint.output_node().meta.get("desc", ())
-    return [d.mutated_input.idx for d in outputs if isinstance(d, InputMutationAOTOutput)]
+    return [cast(PlainAOTInput, d.mutated_input).idx for d in outputs if isinstance(d, InputMutationAOTOutput)]
 
 
 # Marks what an autograd.Function stashed on its context without `save_for_backward`. AOTAutograd keeps a saved value that bears it

@@ -14,11 +14,10 @@ import torch.fx as fx
 from fxoffload.blocks import block_of, block_position
 from fxoffload.effects import Tier
 from fxoffload.cost import flops
-from fxoffload.graph import Bounds, Role, border_of, info, name_of, output_of
-from fxoffload.liveness import Liveness, Storage, is_view, liveness
+from fxoffload.graph import Bounds, Role, border_of, info, name_of, returned
+from fxoffload.liveness import Liveness, Storage, base_nodes, is_view, liveness
 from fxoffload.pipeline import Context, Pass
 from fxoffload.plans import Decision, Recompute
-from fxoffload.spill import base_nodes
 
 _COSTLY = frozenset({"embedding", "sort", "topk", "cumsum", "convolution", "native_batch_norm", "_native_batch_norm_legit"})
 
@@ -43,14 +42,15 @@ def run(graph: fx.Graph, ctx: Context) -> tuple[Decision, ...]:
 def _forward_values(graph: fx.Graph, live: Liveness, border: fx.Node) -> dict[Storage, fx.Node]:
     """Every Storage forward makes that may be made again, under the node that names it."""
     end = live.index[border]
-    returned = {s for v in output_of(graph).args[0][0] if isinstance(v, fx.Node) for s in live.of.get(v, ())}  # type: ignore[index]
+    outputs, _ = returned(graph)
+    kept = {s for v in outputs if isinstance(v, fx.Node) for s in live.of.get(v, ())}
     written = {s for node in live.nodes[:end] if _writes(node) for s in live.of.get(node.all_input_nodes[0], ())}
     found = {}
     for storage, node in base_nodes(live).items():
         # Backward would read what forward has written there since (a running mean), not what the original read.
         if any(s in written for operand in node.all_input_nodes for s in live.of.get(operand, ())):
             continue
-        if storage.is_input or storage in returned or live.first[storage] >= end or node.op != "call_function":
+        if storage.is_input or storage in kept or live.first[storage] >= end or node.op != "call_function":
             continue
         if storage.tier is Tier.DEVICE and not is_view(node) and not _writes(node):
             found[storage] = node

@@ -12,11 +12,11 @@ import torch.fx as fx
 from fxoffload.effects import Tier
 from fxoffload.errors import PlanError
 from fxoffload.graph import info, name_of
-from fxoffload.liveness import Liveness
+from fxoffload.liveness import Liveness, base_nodes
 from fxoffload.overlap import Rates, overlapped
 from fxoffload.pipeline import Context, Pass
 from fxoffload.plans import Decision, Gather, Sink, SwapIn, SwapOut
-from fxoffload.spill import Scan, Schedule, base_nodes
+from fxoffload.spill import Scan, Schedule
 
 
 def decisions_of(live: Liveness, scan: Scan, tier: Tier, overlaps: bool = True) -> tuple[Decision, ...]:

@@ -58,7 +58,8 @@ class _Clones:
 
     def _pass_through(self, checkpoints: list[fx.Node]) -> None:
         for checkpoint in checkpoints:
-            checkpoint.replace_all_uses_with(checkpoint.args[0])
+            (source,) = checkpoint.all_input_nodes
+            checkpoint.replace_all_uses_with(source)
             self.graph.erase_node(checkpoint)
 
     def _is_cloned(self, node: fx.Node) -> bool:

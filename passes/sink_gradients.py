@@ -9,15 +9,14 @@ import torch.fx as fx
 
 from fxoffload import ops
 from fxoffload.effects import Tier
-from fxoffload.graph import INFO, NodeInfo, Role, info, output_of
+from fxoffload.graph import INFO, NodeInfo, Role, info, output_of, returned
 from fxoffload.pipeline import Context, Pass
 from fxoffload.versions import last_element
 
 
 def run(graph: fx.Graph, ctx: Context) -> fx.Graph:
     """`graph` whose host parameters' gradients are outputs on the host."""
-    output = output_of(graph)
-    forward, gradients = output.args[0]  # type: ignore[misc]
+    forward, gradients = returned(graph)
     inputs = graph.find_nodes(op="placeholder")
     order = {node: i for i, node in enumerate(graph.nodes)}
     sunk = list(gradients)
@@ -25,7 +24,7 @@ def run(graph: fx.Graph, ctx: Context) -> fx.Graph:
         owner = inputs[i]
         if isinstance(gradient, fx.Node) and info(owner).role is Role.PARAMETER and info(owner).tier is not Tier.DEVICE:
             sunk[i] = _sink(graph, gradient, owner, ctx, order)
-    output.args = ((forward, tuple(sunk)),)
+    output_of(graph).args = ((forward, tuple(sunk)),)
     return graph
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -84,3 +86,10 @@ def test_a_pass_is_one_module_with_one_pass_of_its_name(path: Path) -> None:
     (call,) = passes
     assert isinstance(call, ast.Call) and isinstance(call.args[0], ast.Constant)
     assert call.args[0].value == path.stem.replace("_", "-")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_mypy_finds_nothing() -> None:
+    done = subprocess.run([sys.executable, "-m", "mypy", "--no-color-output"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr

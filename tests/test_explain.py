@@ -9,7 +9,8 @@ import re
 from pathlib import Path
 
 import pytest
-from zoo import FAMILIES
+import zoo
+from torch import nn
 
 import fxoffload
 from fxoffload.effects import Channel
@@ -25,6 +26,10 @@ BUDGET = "450KiB"
 SHAPE = (2, 32)
 
 
+def small_lora() -> nn.Module:
+    return zoo.lora(num_hidden_layers=1).model
+
+
 @functools.cache
 def slow_link() -> Machine:
     """A machine whose copies run beside compute, over a link that a step of a small model waits for."""
@@ -34,7 +39,7 @@ def slow_link() -> Machine:
 
 @functools.cache
 def explained() -> Plan:
-    config = FAMILIES["lora"]().model
+    config = small_lora()
     return fxoffload.plan(config, SHAPE, device_budget=BUDGET, host_budget="1GiB", machine=slow_link(), explain=True)
 
 
@@ -87,7 +92,7 @@ def test_the_chosen_plan_is_the_best_that_the_search_tried_and_what_was_refused_
 def test_more_memory_and_a_faster_link_are_worth_what_a_plan_with_them_predicts() -> None:
     gains = {gain.of: gain.step_s for gain in explained().gains}
     assert list(gains) == ["GiB of device memory", "GiB of host memory", "GB/s to the device"]
-    roomy = fxoffload.plan(FAMILIES["lora"]().model, SHAPE, device_budget=(1 << 30) + 450 * 1024, machine=slow_link())
+    roomy = fxoffload.plan(small_lora(), SHAPE, device_budget=(1 << 30) + 450 * 1024, machine=slow_link())
     assert gains["GiB of device memory"] == roomy.predicted.step_s < explained().predicted.step_s
     assert gains["GB/s to the device"] < explained().predicted.step_s
     assert gains["GiB of host memory"] == explained().predicted.step_s, "1 GiB is more than it needs already"
@@ -96,7 +101,7 @@ def test_more_memory_and_a_faster_link_are_worth_what_a_plan_with_them_predicts(
 def test_explaining_captures_once(monkeypatch: pytest.MonkeyPatch) -> None:
     captures, capture = [], Router.capture
     monkeypatch.setattr(Router, "capture", lambda *call: (captures.append(1), capture(*call)))
-    fxoffload.plan(FAMILIES["lora"]().model, SHAPE, device_budget=BUDGET, machine="cpu", explain=True)
+    fxoffload.plan(small_lora(), SHAPE, device_budget=BUDGET, machine="cpu", explain=True)
     assert len(captures) == 1
 
 
@@ -113,7 +118,7 @@ def test_the_text_names_what_binds_where_and_what_more_would_give() -> None:
 
 
 def test_a_plan_with_room_for_everything_says_that_device_memory_does_not_bind() -> None:
-    text = fxoffload.plan(FAMILIES["lora"]().model, SHAPE, device_budget="1GiB", machine="cpu").explain()
+    text = fxoffload.plan(small_lora(), SHAPE, device_budget="1GiB", machine="cpu").explain()
     assert "device memory does not bind" in text and "device memory binds" not in text and "one more" not in text
 
 
@@ -133,7 +138,7 @@ def test_reasons_and_gains_survive_the_file_and_a_plan_without_them_loads(tmp_pa
 
 
 def test_every_remedy_of_a_refused_plan_is_a_plan() -> None:
-    model = FAMILIES["lora"]().model
+    model = small_lora()
     with pytest.raises(fxoffload.PlanError, match="What would do: device_budget of") as refused:
         fxoffload.plan(model, (4, 32), device_budget="250KiB", machine="cpu", explain=True)
     device, smaller = refused.value.remedies
@@ -147,7 +152,7 @@ def test_every_remedy_of_a_refused_plan_is_a_plan() -> None:
 
 
 def test_a_host_that_is_too_small_is_told_what_host_or_disk_would_do() -> None:
-    plan = functools.partial(fxoffload.plan, FAMILIES["lora"]().model, SHAPE, device_budget=BUDGET, machine="cpu")
+    plan = functools.partial(fxoffload.plan, small_lora(), SHAPE, device_budget=BUDGET, machine="cpu")
     small = plan().predicted.host_peak_bytes - 100_000
     with pytest.raises(fxoffload.PlanError, match=f"host_budget of {small} bytes") as refused:
         plan(host_budget=small, explain=True)
@@ -158,8 +163,7 @@ def test_a_host_that_is_too_small_is_told_what_host_or_disk_would_do() -> None:
 
 
 def test_a_compiled_model_explains_its_plan_too() -> None:
-    case = FAMILIES["lora"]()
-    model = fxoffload.compile(case.model, case.batch, device="cpu", device_budget=BUDGET)
+    model = fxoffload.compile(small_lora(), zoo.tokens(), device="cpu", device_budget=BUDGET)
     session: Session = model.fxoffload
     assert "physical limit" in session.plan.explain() and "the search tried" in session.plan.explain()
     session.close()

@@ -56,9 +56,9 @@ def captures(model: Any) -> int:
 
 
 def test_two_hundred_batches_of_forty_lengths_need_at_most_four_captures_per_mode() -> None:
-    case = llama(use_cache=False)  # with a cache, transformers itself ignores packing
+    case = llama(num_hidden_layers=1, use_cache=False)  # with a cache, transformers itself ignores packing
     plain = copy.deepcopy(case.model)
-    model = fxoffload.compile(case.model, batch_of("padded", LONGEST, 3, 0), device="cpu", device_budget="1200KiB")
+    model = fxoffload.compile(case.model, batch_of("padded", LONGEST, 3, 0), device="cpu", device_budget="1100KiB")
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.01) for m in (plain, model)]
     for i, (batch, autocast) in enumerate(batches(200)):
         assert loss_of(plain, batch, autocast) == loss_of(model, batch, autocast), (i, {k: v.shape for k, v in batch.items()})
@@ -69,7 +69,7 @@ def test_two_hundred_batches_of_forty_lengths_need_at_most_four_captures_per_mod
                 optimizer.zero_grad()
     assert captures(model) <= 8
     assert len(model.fxoffload.plan.graphs) <= 8
-    assert model.fxoffload.plan.predicted.device_peak_bytes <= 1200 * 1024
+    assert model.fxoffload.plan.predicted.device_peak_bytes <= 1100 * 1024
 
     before = captures(model)
     larger = batch_of("plain", LONGEST + 9, 3, 7)
@@ -142,7 +142,7 @@ def test_a_capture_leaves_no_bytes_on_the_device_for_the_garbage_collector(simul
     try:
         model = fxoffload.compile(case.model, batch_of("plain", 16, 2, 0), device="fxsim", device_budget="1GiB")
         assert collected_bytes(simulated_device) == 0
-        for length, mode in ((24, model.train), (24, model.eval), (32, model.train)):
+        for length, mode in ((16, model.train), (24, model.train), (24, model.eval), (32, model.train)):
             mode()
             with torch.set_grad_enabled(model.training):
                 out = model(**batch_of("plain", length, 2, 0))

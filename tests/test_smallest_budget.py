@@ -34,7 +34,7 @@ def one_layer() -> Case:
     return zoo.llama(num_hidden_layers=1)
 
 
-@pytest.mark.parametrize("make", [one_layer, zoo.bert, lora], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("make", [one_layer, pytest.param(zoo.bert, marks=pytest.mark.slow), lora], ids=lambda make: make.__name__)
 def test_the_smallest_accepted_budget_is_near_the_largest_operation(make: Any, tmp_path: Path) -> None:
     smallest, largest = smallest_and_largest(make, "cpu", tmp_path)
     assert largest <= smallest * LIMIT and smallest <= LIMIT * largest
@@ -62,7 +62,7 @@ def test_attention_of_several_operations_needs_what_it_takes_when_it_runs_alone(
 
 
 def few_words() -> Case:
-    case = zoo.llama(vocab_size=32)
+    case = zoo.llama(num_hidden_layers=1, vocab_size=32)
     return replace(case, batch={name: t % 32 for name, t in case.batch.items()})
 
 

@@ -9,6 +9,8 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+import zoo
+from torch import nn
 from zoo import FAMILIES
 
 import fxoffload
@@ -24,6 +26,10 @@ GIB = 1 << 30
 BUDGETS = ["150KiB", "450KiB", "1GiB"]
 
 
+def small_lora() -> nn.Module:
+    return zoo.lora(num_hidden_layers=1).model
+
+
 @functools.cache
 def swept() -> tuple[list[Row], int]:
     """The rows of two shapes, two machines and three budgets, and how often a step was captured."""
@@ -31,7 +37,7 @@ def swept() -> tuple[list[Row], int]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Router, "capture", lambda *call: (captures.append(1), capture(*call)))
         rows = fxoffload.sweep(
-            FAMILIES["lora"]().model, batch=[1, 2], sequence=32, device_budget=BUDGETS, machine=["cpu", "rtx3090"])
+            small_lora(), batch=[1, 2], sequence=32, device_budget=BUDGETS, machine=["cpu", "rtx3090"])
     return rows, len(captures)
 
 
@@ -47,7 +53,7 @@ def test_a_row_has_the_predictions_of_the_plan_made_alone() -> None:
     rows, _ = swept()
     for machine, budget in (("cpu", 450 * 1024), ("rtx3090", GIB)):
         row = next(r for r in rows if (r.batch, r.machine, r.device_budget_bytes) == (2, machine, budget))
-        alone = fxoffload.plan(FAMILIES["lora"]().model, (2, 32), device_budget=budget, machine=machine).predicted
+        alone = fxoffload.plan(small_lora(), (2, 32), device_budget=budget, machine=machine).predicted
         assert (row.device_peak_bytes, row.host_peak_bytes, row.step_s) == (alone.device_peak_bytes, alone.host_peak_bytes, alone.step_s)
         assert row.tokens_per_s == pytest.approx(64 / alone.step_s)
 
@@ -55,7 +61,7 @@ def test_a_row_has_the_predictions_of_the_plan_made_alone() -> None:
 def test_a_point_that_does_not_fit_is_a_row_with_its_true_shortfall() -> None:
     row = next(r for r in swept()[0] if (r.batch, r.machine, r.device_budget_bytes) == (2, "cpu", 150 * 1024))
     assert not row.fits and row.step_s is None and "bytes short at" in row.reason
-    plan = functools.partial(fxoffload.plan, FAMILIES["lora"]().model, (2, 32), machine="cpu")
+    plan = functools.partial(fxoffload.plan, small_lora(), (2, 32), machine="cpu")
     plan(device_budget=row.device_budget_bytes + row.shortfall_bytes)
     with pytest.raises(fxoffload.PlanError):
         plan(device_budget=row.device_budget_bytes + row.shortfall_bytes - 1)

@@ -480,10 +480,11 @@ def test_twenty_cycles_leave_no_memory_threads_files_or_sessions(tmp_path: Any) 
         if cycle % 2:
             model.fxoffload.close()
         del model
-        gc.collect()
-        readings.append((process.num_threads(), process.num_fds(), len(torch._dynamo.eval_frame.cached_backends) if cycle % 2 else 0))
+        if cycle in (3, 19):
+            gc.collect()
+            readings.append((process.num_threads(), process.num_fds()))
     assert not any(s() for s in sessions)
-    assert readings[-1][:2] == readings[3][:2]
+    assert readings[0] == readings[1]
     assert not list(tmp_path.iterdir())
 
 

@@ -146,8 +146,8 @@ def _bf16(case: Case) -> Case:
     return Case(case.model.to(torch.bfloat16), case.batch)
 
 
-def lora() -> Case:
-    return _lora(_bf16(llama(intermediate_size=512)))
+def lora(**changes: Any) -> Case:
+    return _lora(_bf16(llama(**{"intermediate_size": 512, **changes})))
 
 
 def lora_bf16() -> Case:

@@ -176,7 +176,7 @@ def install_recorders(model: nn.Module) -> None:
     from transformers import PreTrainedModel
     from transformers.utils.output_capturing import maybe_install_capturing_hooks
 
-    config = model.config
+    config: Any = model.config
     own = [config, config.get_text_config()] if hasattr(config, "get_text_config") else [config]
     for module in model.modules():
         if isinstance(module, PreTrainedModel) and not any(module.config is c for c in own):

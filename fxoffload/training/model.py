@@ -129,7 +129,8 @@ def _add_adapters(model: torch.nn.Module, options: LoraOptions, checkpoint: Path
     base = cast(transformers.PreTrainedModel, model)
     adapted = peft.get_peft_model(base, lora_config(options), autocast_adapter_dtype=options.adapter_dtype == "fp32")
     if checkpoint is not None:
-        unknown = peft.set_peft_model_state_dict(adapted, load_file(checkpoint / ADAPTER_FILE)).unexpected_keys
+        loaded: Any = peft.set_peft_model_state_dict(adapted, load_file(checkpoint / ADAPTER_FILE))
+        unknown = loaded.unexpected_keys
         if unknown:
             raise ValueError(f"{checkpoint}: its adapters do not fit this model: {unknown[0]} is unknown")
     return adapted

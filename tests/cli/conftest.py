@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 from pydoc_data.topics import topics
+from tiny import tiny_llama
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from fxoffload.training import schema
 from fxoffload.training.config import TrainConfig
@@ -37,13 +38,6 @@ def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     LlamaForCausalLM(tiny_llama()).save_pretrained(folder / "llama")
     return folder
-
-
-def tiny_llama() -> LlamaConfig:
-    return LlamaConfig(
-        vocab_size=300, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, attention_dropout=0.1,
-    )
 
 
 @pytest.fixture

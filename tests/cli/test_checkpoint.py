@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import tiny_llama
+from tiny import tiny_llama
 from transformers import LlamaForCausalLM, get_scheduler
 
 from fxoffload.training import checkpoint, tree

@@ -20,10 +20,10 @@ def test_a_golden_file_that_differs_fails_with_a_diff_until_it_is_updated(pytest
     pytester.makepyfile(TEST)
     golden = pytester.path / "case.ir"
     golden.write_text(GIVEN + "// -----\n" + GIVEN)
-    pytester.runpytest_subprocess().stdout.fnmatch_lines(["*+fxo.release %a*"])
-    assert pytester.runpytest_subprocess("--update-golden").ret == 0
+    pytester.runpytest_inprocess().stdout.fnmatch_lines(["*+fxo.release %a*"])
+    assert pytester.runpytest_inprocess("--update-golden").ret == 0
     assert golden.read_text().startswith(GIVEN) and golden.read_text().count("fxo.release %a\n") == 1
-    assert pytester.runpytest_subprocess().ret == 0
+    assert pytester.runpytest_inprocess().ret == 0
 
 
 def test_a_missing_golden_file_fails(pytester: pytest.Pytester) -> None:
