@@ -21,13 +21,15 @@ _SCRATCH_HOLES_PER = 8
 class Footprint:
     """`overhead_bytes`: what libraries keep. `caches`: whether the allocator keeps blocks for reuse; if not, bytes are exact.
 
-    `by_offsets`: values lie at planned offsets of one arena, with `gaps_bytes` between them, and `scratch_bytes` are left to the allocator.
+    `by_offsets`: values lie at planned offsets of one arena, with `gaps_bytes` between them, and `scratch_bytes` are left to the allocator
+    while a step runs, `between_steps_bytes` while none does.
     """
 
     overhead_bytes: int = 0
     caches: bool = False
     by_offsets: bool = False
     scratch_bytes: int = 0
+    between_steps_bytes: int = 0
     gaps_bytes: int = 0
 
     @staticmethod
@@ -48,7 +50,7 @@ class Footprint:
     def needed_bytes(self, live_bytes: int) -> int:
         """What the allocator must be allowed to reserve for so many live bytes."""
         if self.by_offsets:
-            return live_bytes + self.gaps_bytes + self.scratch_needed_bytes(self.scratch_bytes)
+            return live_bytes + self.gaps_bytes + self.scratch_needed_bytes(max(self.scratch_bytes, self.between_steps_bytes))
         return live_bytes + (-(-live_bytes // _HOLES_PER) if self.caches else 0)
 
     def live_bytes(self, reserved_bytes: int) -> int:

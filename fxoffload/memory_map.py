@@ -6,10 +6,10 @@ themselves hold until those are copied to their offsets, workspaces, and values 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from itertools import accumulate
 
+import numpy as np
 import torch
 import torch.fx as fx
 
@@ -38,8 +38,10 @@ class MemoryMap:
     def of(graph: fx.Graph, bounds: Bounds, workspace: Callable[[fx.Node], int] = no_workspace) -> MemoryMap:
         """The map of a lowered graph; before it went through assign-offsets its arena has no bytes."""
         live = liveness(graph, bounds)
-        placed = placeable(live)
-        ends = [offset + aligned(s.n_bytes) for s, node in placed.items() if (offset := info(node).offset) is not None]
+        found = placeable(live)
+        with_offset = {s for s, node in found.items() if info(node).offset is not None}
+        placed = with_offset or set(found)
+        ends = [info(found[s]).offset + aligned(s.n_bytes) for s in with_offset]  # type: ignore[operator]
         on_device = [s for s in live.first if s.tier is Tier.DEVICE]
         return MemoryMap(
             sum(aligned(s.n_bytes) for s in on_device if s.is_input),
@@ -48,7 +50,7 @@ class MemoryMap:
 
     def taken_bytes(self, footprint: Footprint, outside_bytes: int) -> int:
         """What the allocator reserves, `outside_bytes` that are no value of the graph among it."""
-        scratch = footprint.scratch_needed_bytes(self.scratch_bytes)
+        scratch = footprint.scratch_needed_bytes(max(self.scratch_bytes, footprint.between_steps_bytes))
         return outside_bytes + self.inputs_bytes + self.returned_bytes + self.arena_bytes + scratch
 
 
@@ -77,25 +79,40 @@ def makes_its_results(node: fx.Node) -> bool:
     return ops.spec_of(node) is None and node.target not in COPIES and out_variant(node.target) is None
 
 
-def scratch_bytes(live: Liveness, placed: Mapping[Storage, object], workspace: Callable[[fx.Node], int]) -> int:
+def scratch_bytes(live: Liveness, placed: Collection[Storage], workspace: Callable[[fx.Node], int]) -> int:
     """The most bytes at once that are neither in the arena nor inputs nor returned."""
-    n = len(live.nodes)
-    deltas = [0] * (n + 1)
+    return int(_scratch(live, placed, workspace).max(initial=0))
 
-    def count(begin: int, end: int, n_bytes: int) -> None:
-        deltas[begin] += n_bytes
-        deltas[end] -= n_bytes
 
+def worth_moving(live: Liveness, found: Collection[Storage], workspace: Callable[[fx.Node], int]) -> set[Storage]:
+    """Those of the `found` Storages that are to have a place: all but results that an op makes itself and that, left where they are for as
+    long as they are read, need no more scratch than if all were moved."""
+    scratch = _scratch(live, found, workspace)
+    most = scratch.max(initial=0)
+    stay: set[Storage] = set()
+    for storage in found:
+        one = lifetime(live, storage)
+        if makes_its_results(live.nodes[one.begin]):
+            after = scratch[one.begin + 1 : one.end]
+            n_bytes = aligned(storage.n_bytes)
+            if after.max(initial=0) + n_bytes <= most:
+                after += n_bytes
+                stay.add(storage)
+    return set(found) - stay
+
+
+def _scratch(live: Liveness, placed: Collection[Storage], workspace: Callable[[fx.Node], int]) -> np.ndarray:
+    """Bytes at each node that are neither in the arena nor inputs nor returned."""
+    deltas = np.zeros(len(live.nodes) + 1, dtype=np.int64)
     for storage, first in live.first.items():
-        if storage.tier is not Tier.DEVICE or storage.is_input:
+        if storage.tier is not Tier.DEVICE or storage.is_input or storage in live.escapes:
             continue
-        elsewhere = storage in live.escapes
-        if storage in placed or elsewhere:
-            if not elsewhere and makes_its_results(live.nodes[first]):
-                count(first, first + 1, aligned(storage.n_bytes))
+        if storage not in placed:
+            end = lifetime(live, storage).end
+        elif makes_its_results(live.nodes[first]):
+            end = first + 1
         else:
-            one = lifetime(live, storage)
-            count(one.begin, one.end, aligned(storage.n_bytes))
-    for i, node in enumerate(live.nodes):
-        count(i, i + 1, workspace(node))
-    return max(accumulate(deltas[:n]), default=0)
+            continue
+        deltas[first] += aligned(storage.n_bytes)
+        deltas[end] -= aligned(storage.n_bytes)
+    return deltas[:-1].cumsum() + np.array([workspace(node) for node in live.nodes], dtype=np.int64)

@@ -206,7 +206,7 @@ def _told(problem: Problem, recipe: Recipe, candidate: _Candidate) -> Tried:
 
 # A trained parameter that resides keeps its gradient on the device when the caller accumulates, and has none there when he does not:
 # residents are limited to this share of all parameters and of the budget, so that the prediction stays within 5 % either way.
-_TRAINED_SHARE = 0.02
+TRAINED_SHARE = 0.02
 
 
 def _trained_residents(problem: Problem) -> Iterator[frozenset[str]]:
@@ -217,7 +217,7 @@ def _trained_residents(problem: Problem) -> Iterator[frozenset[str]]:
         return
     must = frozenset(trained) & problem.pinned_to_device
     budget = problem.context.device_budget_bytes
-    limit = _TRAINED_SHARE * min(sum(p.n_bytes for p in problem.parameters.values()), budget or 1 << 62)
+    limit = TRAINED_SHARE * min(sum(p.n_bytes for p in problem.parameters.values()), budget or 1 << 62)
     if problem.trained_may_reside and trained and sum(trained.values()) <= limit:
         yield (frozenset(trained) - problem.pinned_to_host) | must
     yield must
@@ -379,7 +379,7 @@ def _complete(problem: Problem, chosen: _Candidate) -> Solution:
     if not problem.footprint.by_offsets:
         taken, over = problem.footprint.taken_bytes(simulation.device_peak_bytes, limit), 0
     else:
-        lowered = apply(lowered, context, pipeline_names("place"))
+        lowered = apply(lowered, replace(context, workspace=problem.workspace), pipeline_names("place"))
         taken = MemoryMap.of(lowered, context.bounds, problem.workspace).taken_bytes(problem.footprint, chosen.outside_bytes)
         over = max(taken - limit, 0) if limit is not None else 0
     return Solution(chosen.resident, decisions, lowered, replace(simulation, device_peak_bytes=taken), chosen.step_s, over_bytes=over)

@@ -29,7 +29,7 @@ from .memory_map import MemoryMap, placeable, scratch_bytes
 from .optimizer_states import States
 from .pins import PARAMETER_PLACES, VALUE_PLACES, Pin, idle_pins, pinned_names
 from .pipeline import Context, Pipeline, get_pass, pipeline_names
-from .planner import USER_SCALAR_BYTES, Parameter, Problem, Solution, outside_bytes, place_parameters, solve
+from .planner import TRAINED_SHARE, USER_SCALAR_BYTES, Parameter, Problem, Solution, outside_bytes, place_parameters, solve
 from .places import named_constants, named_weights
 from .plans import GraphPlan, Plan, Prediction, Reside, SwapOut, neighbours
 from .reorder import solve_reordered, whole_losses
@@ -41,6 +41,10 @@ from .work import dtype_word
 from .workspace import Workspace
 
 log = logging.getLogger("fxoffload")
+
+
+# A root and a quotient of all second moments, as torch's foreach kernels make them.
+_OPTIMIZER_TEMPORARIES = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +233,8 @@ class Planning:
         footprint, workspace = Footprint.planned(self.machine), context.workspace
         if footprint.by_offsets:
             live = liveness(graph, context.bounds)
-            footprint = replace(footprint, scratch_bytes=scratch_bytes(live, placeable(live), workspace))
+            footprint = replace(
+                footprint, scratch_bytes=scratch_bytes(live, placeable(live), workspace), between_steps_bytes=self._between_steps_bytes())
             context = replace(context, workspace=Donated(context.bounds))
         pinned = pinned_names(self.pins, self.parameters(), PARAMETER_PLACES)
         on_device = frozenset(n for n, place in pinned.items() if place == "device")
@@ -238,6 +243,14 @@ class Planning:
             self.resident if self.may_reside else frozenset(), on_device, frozenset(pinned) - on_device, self.states is not None,
             footprint, workspace,
         )
+
+    def _between_steps_bytes(self) -> int:
+        """What an optimizer that steps over all its parameters at once needs for itself, of those that may be on the device."""
+        if self.states is None or self.resident is not None and not self.resident:
+            return 0
+        trained = [p.nbytes for n, p in named_weights(self.model) if p.requires_grad and (self.resident is None or n in self.resident)]
+        total = sum(p.nbytes for _, p in named_weights(self.model))
+        return _OPTIMIZER_TEMPORARIES * sum(trained) if sum(trained) <= TRAINED_SHARE * total else 0
 
     def parameters(self) -> dict[str, Parameter]:
         """Every parameter with its bytes and the tier it has off the device."""

@@ -23,7 +23,7 @@ from .effects import Alloc, Await, Borrow, Effect, Free, Read, Tier
 from .errors import VerifyError
 from .graph import Bounds, info, name_of, operands
 from .liveness import LiveCurve, Liveness, Storage, base_nodes, live_curve, liveness, no_workspace, returns_its_input
-from .memory_map import lifetime, placeable
+from .memory_map import lifetime, makes_its_results, placeable
 from .sizes import format_bytes
 
 
@@ -365,15 +365,17 @@ def _check_released(checked: Checked) -> None:
 
 
 def _check_placed(checked: Checked) -> None:
-    """Every Storage that an arena can hold has an offset, and none overlaps another that is there at the same time, donations apart."""
+    """What is written where it is to lie has an offset, and nothing overlaps another that is there at the same time, donations apart."""
     live = checked.live
-    placed = placeable(live)
+    found = placeable(live)
+    placed = {storage: node for storage, node in found.items() if info(node).offset is not None}
+    for storage, node in found.items():
+        if storage not in placed and not makes_its_results(live.nodes[live.first[storage]]):
+            raise checked.error(node, f"{_quote(storage)} of %{name_of(node)} has no offset")
     taken = {given: taker for taker, given in donations(live, placed).items() if info(placed[given]).offset == info(placed[taker]).offset}
     starts: dict[int, list[Storage]] = {}
     ends: dict[int, list[Storage]] = {}
     for storage, node in placed.items():
-        if info(node).offset is None:
-            raise checked.error(node, f"{_quote(storage)} of %{name_of(node)} has no offset")
         one = lifetime(live, storage)
         starts.setdefault(one.begin, []).append(storage)
         ends.setdefault(live.first[taken[storage]] if storage in taken else one.end, []).append(storage)

@@ -1,7 +1,7 @@
 """assign-offsets: every value that the graph makes on the device and does not return gets a place in one arena.
 
 Values that are there at the same time lie apart, so fragmentation cannot decide whether a plan fits: the arena's size is known before
-anything runs. A result of an elementwise op takes the place of an operand that is read there for the last time. Offsets are in bytes, for
+anything runs. What an op makes itself and is soon read stays where it is. A result of an elementwise op takes the place of an operand that is read there for the last time. Offsets are in bytes, for
 the largest sizes; a view lies where its source does.
 """
 
@@ -12,7 +12,7 @@ import torch.fx as fx
 from fxoffload.donation import donations
 from fxoffload.graph import set_info
 from fxoffload.liveness import liveness
-from fxoffload.memory_map import lifetime, placeable
+from fxoffload.memory_map import lifetime, placeable, worth_moving
 from fxoffload.offsets import Lifetime, pack
 from fxoffload.pipeline import Context, Pass
 
@@ -20,7 +20,9 @@ from fxoffload.pipeline import Context, Pass
 def run(graph: fx.Graph, ctx: Context) -> fx.Graph:
     """`graph` with its offsets noted."""
     live = liveness(graph, ctx.bounds)
-    placed = placeable(live)
+    found = placeable(live)
+    moved = worth_moving(live, found, ctx.workspace)
+    placed = {storage: node for storage, node in found.items() if storage in moved}
     given = donations(live, placed)
     ends = {storage: lifetime(live, storage).end for storage in placed}
     first = {storage: storage for storage in placed}
@@ -29,9 +31,9 @@ def run(graph: fx.Graph, ctx: Context) -> fx.Graph:
         ends[first[taker]] = max(ends[first[taker]], ends[taker])
     blocks = [storage for storage in placed if first[storage] is storage]
     offsets, _ = pack([Lifetime(live.first[one], ends[one], one.n_bytes) for one in blocks])
-    found = dict(zip(blocks, offsets, strict=True))
+    offset_of = dict(zip(blocks, offsets, strict=True))
     for storage, node in placed.items():
-        set_info(node, offset=found[first[storage]])
+        set_info(node, offset=offset_of[first[storage]])
     return graph
 
 

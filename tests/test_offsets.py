@@ -7,10 +7,21 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from runs import Row, fault, rows
+from torch import nn
 
+import fxoffload
+from fxoffload import text
+from fxoffload.donation import takes_a_place
 from fxoffload.footprint import Footprint
+from fxoffload.graph import Bounds, info, name_of
+from fxoffload.memory_map import MemoryMap
 from fxoffload.offsets import ALIGNMENT, Lifetime, live_bytes, pack
+from fxoffload.out_variants import out_variant
+from fxoffload.pipeline import Context, get_pass
 from fxoffload.testing.simulated_device import SimulatedDevice
+from fxoffload.verify import verify
+
+aten = torch.ops.aten
 
 
 @st.composite
@@ -42,6 +53,87 @@ def test_values_of_one_size_need_no_more_than_is_live() -> None:
 def by_offsets(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every device has its memory planned by offsets."""
     monkeypatch.setattr(Footprint, "planned", staticmethod(lambda machine: Footprint(by_offsets=True)))
+
+
+def test_an_out_variant_has_the_bits_and_strides_of_its_op_over_an_operand_too() -> None:
+    x, y = (torch.randn(6, 33, dtype=torch.bfloat16) for _ in range(2))
+    soft = torch.softmax(x.float(), -1)
+    calls = [
+        (aten.mul.Tensor, (x, y)), (aten.add.Tensor, (x, y)), (aten.silu.default, (x,)), (aten.silu_backward.default, (x, y)),
+        (aten.neg.default, (x,)), (aten.pow.Tensor_Scalar, (x, 2)), (aten.sub.Tensor, (x, y[:1])), (aten._softmax.default, (x.float(), -1, False)),
+        (aten._log_softmax.default, (x.float(), 1, False)), (aten._softmax_backward_data.default, (x.float(), soft, -1, torch.float32)),
+        (aten._log_softmax_backward_data.default, (x.float(), soft.log(), -1, torch.float32)),
+    ]
+    for op, args in calls:
+        variant = out_variant(op)
+        assert variant is not None and takes_a_place(call_of(op)), op
+        expected = op(*args)
+        for out in (torch.empty(0, dtype=expected.dtype), args[0].clone()):
+            operands = (out, *args[1:]) if out.numel() else args
+            got = variant.op(*operands, **{variant.results[0]: out})
+            assert torch.equal(got, expected) and got.stride() == expected.stride(), op
+
+
+def call_of(op: torch._ops.OpOverload) -> torch.fx.Node:
+    return torch.fx.Graph().call_function(op)
+
+
+def test_ops_that_read_elsewhere_or_draw_numbers_take_no_place() -> None:
+    for op in (aten.mm.default, aten.sum.dim_IntList, aten.cat.default, aten.native_dropout.default, aten.cumsum.default, aten.flip.default):
+        assert not takes_a_place(call_of(op)), op
+    assert out_variant(aten.native_layer_norm.default) is None  # it has one, which calls the op and copies
+
+
+DONATED = """\
+graph "donated"
+%x: f32[256] = input {role=batch}
+%a: f32[256] = aten.neg %x
+%b: f32[256] = aten.mul.Tensor %a, 2.0
+fxo.release %a
+%c: f32[256] = aten.add.Tensor %b, %x
+%d: f32[256] = aten.mul.Tensor %b, %c
+fxo.release %b
+fxo.release %c
+%e: f32[256] = aten.neg %d
+fxo.release %d
+return (%e)
+"""
+
+
+def test_a_result_takes_the_place_of_an_operand_that_is_read_for_the_last_time() -> None:
+    graph = get_pass("assign-offsets").run(text.parse(DONATED), Context())
+    assert isinstance(graph, torch.fx.Graph)
+    offsets = {name_of(node): info(node).offset for node in graph.nodes}
+    # b takes a's place, which d takes over; c is made while b is still to be read
+    assert offsets["a"] == offsets["b"] == offsets["d"] and offsets["c"] != offsets["b"] and offsets["e"] is None
+    verify(graph, facts=frozenset({"placed"}))
+    assert MemoryMap.of(graph, Bounds()).arena_bytes == 2048
+
+
+def feed_forward() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64), nn.Tanh(), nn.Linear(64, 64))
+
+
+@pytest.mark.integration
+@pytest.mark.usefixtures("by_offsets")
+def test_steps_that_are_open_at_once_and_a_graph_that_is_kept_have_memory_of_their_own(simulated_device: SimulatedDevice) -> None:
+    model = fxoffload.compile(feed_forward(), torch.ones(8, 64), device="fxsim", device_budget="1GiB")
+    plain = feed_forward().to("fxsim")
+    a, b = torch.randn(8, 64).to("fxsim"), torch.randn(8, 64).to("fxsim")
+    gradients = []
+    for one in (plain, model):
+        first, second = one(a).square().sum(), one(b).square().sum()
+        first.backward(retain_graph=True)
+        second.backward()
+        first.backward()
+        one(a).square().sum().backward()
+        with torch.no_grad():
+            one(b)
+        gradients.append([p.grad.cpu() for p in one.parameters()])
+    assert all(map(torch.equal, *gradients))
+    assert model.fxoffload.arena.n_bytes > 0 and model.fxoffload.arena.take()
+    model.fxoffload.close()
 
 
 @pytest.mark.integration

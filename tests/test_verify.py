@@ -344,7 +344,7 @@ def test_placed_wants_an_offset_for_each_value_and_no_overlap_while_both_are_the
         verify(text.parse(placed(0, 512, 2048)), facts=facts)
     with pytest.raises(VerifyError, match="%c .* at 1536 overlaps %b, which lies from 1024 to 2048"):
         verify(text.parse(placed(0, 1024, 1536)), facts=facts)
-    with pytest.raises(VerifyError, match="of %a has no offset"):
+    with pytest.raises(VerifyError, match="of %b has no offset"):
         verify(text.parse(graph_text("%a: f32[256] = aten.relu %big\n%b: f32[256] = aten.neg %a\nreturn ()")), facts=facts)
 
 
