@@ -52,9 +52,9 @@ def takes_a_place(node: fx.Node) -> bool:
 @functools.lru_cache(maxsize=None)
 def _may_overwrite(target: object) -> bool:
     variant = out_variant(target)
-    if variant is None or len(variant.results) != 1:
+    if variant is None or len(variant.results) != 1 or not isinstance(target, torch._ops.OpOverload):
         return False
-    return target in _ROWWISE or torch.Tag.pointwise in target.tags  # type: ignore[union-attr]
+    return target in _ROWWISE or torch.Tag.pointwise in target.tags
 
 
 def _candidates(node: fx.Node) -> Iterator[fx.Node]:

@@ -384,12 +384,12 @@ def _check_placed(checked: Checked) -> None:
         for storage in ends.get(i, ()):
             there.remove(_range(storage, placed[storage]))
         for storage in starts.get(i, ()):
-            one = _range(storage, placed[storage])
-            at = bisect.bisect(there, one)
+            place = _range(storage, placed[storage])
+            at = bisect.bisect(there, place)
             for other in there[max(at - 1, 0) : at + 1]:
-                if one[0] < other[1] and other[0] < one[1]:
-                    raise checked.error(node, f"{_quote(storage)} at {one[0]} overlaps %{other[2]}, which lies from {other[0]} to {other[1]}")
-            there.insert(at, one)
+                if place[0] < other[1] and other[0] < place[1]:
+                    raise checked.error(node, f"{_quote(storage)} at {place[0]} overlaps %{other[2]}, which lies from {other[0]} to {other[1]}")
+            there.insert(at, place)
 
 
 def _range(storage: Storage, node: fx.Node) -> tuple[int, int, str]:

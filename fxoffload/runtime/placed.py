@@ -93,10 +93,10 @@ class MovedThere(_Call):
         self._op, self._offsets, self._arena = op, offsets, arena
 
     def __call__(self, *args: object, **kwargs: object) -> object:
-        made = self._op(*args, **kwargs)
+        made: Any = self._op(*args, **kwargs)
         if isinstance(made, torch.Tensor):
             return self._moved(made, self._offsets[ALONE])
-        return tuple(self._moved(one, self._offsets[i]) if i in self._offsets else one for i, one in enumerate(made))  # type: ignore[arg-type]
+        return tuple(self._moved(one, self._offsets[i]) if i in self._offsets else one for i, one in enumerate(made))
 
     def _moved(self, made: torch.Tensor, offset: int) -> torch.Tensor:
         return self._arena.strided(offset, made.shape, made.stride(), made.dtype).copy_(made)
