@@ -128,24 +128,28 @@ def _needed(storage: Storage) -> bool:
     return storage.tier is Tier.DEVICE or storage.is_input
 
 
-class Spiller:
-    """One scan over the events under `capacity_bytes` (device bytes beside the `fixed` inputs)."""
+@dataclass(frozen=True, slots=True)
+class Ground:
+    """What all scans of a Schedule with the same inputs fixed on the device share: the bytes of these, and what is read beside them.
 
-    def __init__(self, graph: fx.Graph, live: Liveness, events: list[Event], capacity_bytes: int, fixed: frozenset[Storage],
+    `reads`: per event; `uses`: of every Storage the node indices that read it; `returned`: what stays to the end; `border`: node index.
+    """
+
+    fixed_bytes: int
+    reads: list[tuple[Storage, ...]]
+    uses: dict[Storage, list[int]]
+    returned: frozenset[Storage]
+    border: int
+
+
+class Spiller:
+    """One scan over the events under `capacity_bytes` (device bytes beside the fixed inputs of `ground`)."""
+
+    def __init__(self, live: Liveness, events: list[Event], capacity_bytes: int, ground: Ground,
                  kept: frozenset[Storage] = frozenset(), swapped: frozenset[Storage] = frozenset()) -> None:
         self.live, self.events, self.capacity = live, events, capacity_bytes
-        self.fixed, self.kept, self.swapped = fixed, kept, swapped
-        self.reads = [tuple(s for s in event.reads if s not in fixed) for event in events]
-        self.uses: dict[Storage, list[int]] = {}
-        for event, reads in zip(events, self.reads):
-            for storage in reads:
-                self.uses.setdefault(storage, []).append(event.index)
-        forward, gradients = output_of(graph).args[0]  # type: ignore[misc]
-        returned = [v for v in (*forward, *gradients) if isinstance(v, fx.Node)]
-        # Tangents are the caller's: like what is returned, they stay to the end.
-        self.returned = {s for v in returned for s in live.of.get(v, ()) if not s.is_input} | {s for s in live.first if s.is_tangent}
-        border = graph.find_nodes(op="call_function", target=ops.backward)
-        self.border = live.index[border[0]] if border else NEVER
+        self.kept, self.swapped = kept, swapped
+        self.reads, self.uses, self.returned, self.border = ground.reads, ground.uses, ground.returned, ground.border
         self.before_border = max((i for i, event in enumerate(events) if event.index < self.border), default=0)
         self.there: dict[Storage, int] = {}
         self.touched: dict[Storage, int] = {}
@@ -280,20 +284,34 @@ class Schedule:
         return self.fixed | frozenset(s for s in self.live.first if s.is_input and s.name in resident)
 
     def scan(self, budget_bytes: int | None, kept: frozenset[str] = frozenset(), swapped: frozenset[str] = frozenset(),
-             resident: frozenset[str] = frozenset(), to_the_end: bool = True) -> Scan:
+             resident: frozenset[str] = frozenset(), to_the_end: bool = True, ground: Ground | None = None) -> Scan:
         """The scan under `budget_bytes` of device memory, the inputs that lie there included; unlimited when None.
 
         `kept`: names of values that must not leave the device; `swapped`: of values that must, until backward reads them; `resident`:
         of inputs that lie on the device besides those the graph has there. The result's peak counts the device inputs too. Unless
-        `to_the_end`, a scan that finds no room is cut short there.
+        `to_the_end`, a scan that finds no room is cut short there. `ground`: that of `resident`, where it is known.
         """
-        fixed = self._fixed_with(resident)
-        fixed_bytes = sum(s.n_bytes for s in fixed)
-        capacity = NEVER if budget_bytes is None else budget_bytes - fixed_bytes
-        stay, leave = (frozenset(s for s in self.live.first if s.name in names) for names in (kept, swapped))
-        found = Spiller(self.graph, self.live, self.events, capacity, fixed, stay, leave).run(to_the_end)
-        found.peak_bytes += fixed_bytes
+        ground = ground or self.ground(resident)
+        capacity = NEVER if budget_bytes is None else budget_bytes - ground.fixed_bytes
+        stay, leave = (frozenset(s for s in self.live.first if s.name in names) if names else frozenset() for names in (kept, swapped))
+        found = Spiller(self.live, self.events, capacity, ground, stay, leave).run(to_the_end)
+        found.peak_bytes += ground.fixed_bytes
         return found
+
+    def ground(self, resident: frozenset[str] = frozenset()) -> Ground:
+        """The Ground with those inputs fixed on the device besides the ones the graph has there."""
+        fixed = self._fixed_with(resident)
+        reads = [tuple([s for s in event.reads if s not in fixed]) for event in self.events]
+        uses: dict[Storage, list[int]] = {}
+        for event, storages in zip(self.events, reads):
+            for storage in storages:
+                uses.setdefault(storage, []).append(event.index)
+        forward, gradients = output_of(self.graph).args[0]  # type: ignore[misc]
+        returned = [v for v in (*forward, *gradients) if isinstance(v, fx.Node)]
+        # Tangents are the caller's: like what is returned, they stay to the end.
+        kept = {s for v in returned for s in self.live.of.get(v, ()) if not s.is_input} | {s for s in self.live.first if s.is_tangent}
+        border = self.graph.find_nodes(op="call_function", target=ops.backward)
+        return Ground(sum(s.n_bytes for s in fixed), reads, uses, frozenset(kept), self.live.index[border[0]] if border else NEVER)
 
 
 def base_nodes(live: Liveness) -> dict[Storage, fx.Node]:

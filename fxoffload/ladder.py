@@ -1,0 +1,164 @@
+"""The search: candidates under a ladder of budgets that depends on the problem alone, so that laws hold for any two budgets.
+
+Rungs are device budgets of few significant bits (24 GiB is one), and the least budget that works. The largest rung within a budget is
+searched with every recipe, then the smaller ones, until nothing they could give is faster (`floor.py`). From its rung on up to the
+next one a candidate is completed with what else the budget has room for (`fill.py`), which never makes it slower. So the candidates
+of a smaller budget are candidates of a larger one, which takes theirs where they are the fastest: more memory is never predicted
+slower. Of equals the first stays: it has the most memory and recomputes least.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+
+from .candidates import Candidate, Recipe, Recomputation, completed, decided, free_names, least_s, recipes, recomputed, scanned, swept
+from .plans import Decision
+from .problem import Problem
+from .reasons import Tried
+
+# By the number of events, the significant bits of a rung and how many rungs are searched at most: steps of 1/32 to 1/16, ... of 1/8 to
+# 1/4. All rungs where a scan takes milliseconds, the two next smaller ones besides, or one, where it takes longer.
+_LADDERS = ((300, 5, 1 << 60), (600, 4, 1 << 60), (1500, 3, 3), (1 << 60, 3, 2))
+# Candidates of a recipe on a rung that are completed: the fastest, because what more memory gives each is not alike.
+_COMPLETED = 4
+# Above this many times what all parameters and values take nothing binds, slack included.
+_AMPLE = 5 / 4
+# Numbers that rounding alone tells apart are equal.
+_ROUNDING = 1e-12
+
+
+@dataclass
+class Search:
+    """`best`: the fastest candidate so far; `short`: those that do not fit, with the budget that each was tried under."""
+
+    problem: Problem
+    trained: frozenset[str]
+    best: Candidate | None = None
+    short: list[tuple[Candidate, int]] = field(default_factory=list)
+    tried: list[Tried] = field(default_factory=list)
+    made: dict[Recipe, Recomputation] = field(default_factory=dict)
+    decisions: dict[Recipe, tuple[Decision, ...]] = field(default_factory=dict)
+
+    def run(self) -> None:
+        """Fills in the above."""
+        budget = self.problem.context.device_budget_bytes
+        if budget is None:
+            self._accept(Recipe("all"), min(swept(self.problem, self._made(Recipe("all")), self.trained, None), key=_seconds))
+            return
+        limit, (bits, n_rungs) = min(budget, self._ample_bytes()), self._ladder()
+        for rung in islice(rungs_within(limit, bits), n_rungs):
+            above = rung + step_of(rung, bits)
+            if self.best is not None and self._all_slower(min(limit, above)):
+                return
+            if not self._climb(rung, min(limit, above), above):
+                self._climb_least(rung, limit)
+                return
+
+    def _climb(self, rung: int, budget: int, above: int) -> bool:
+        """Searches one rung for what to complete under `budget`, within the rung above; False when nothing fits it."""
+        fits = False
+        for recipe in self._in_order(budget):
+            if self._is_slower(recipe, budget):
+                self.tried.append(Tried(str(recipe), 0, self._least_s(recipe, budget), None))
+                continue
+            candidates = list(swept(self.problem, self._made(recipe), self.trained, rung))
+            self.tried += [_told(self.problem, recipe, one) for one in candidates]
+            self.short += [(one, rung) for one in candidates if one.found.shortfall_bytes]
+            for one in sorted((one for one in candidates if not one.found.shortfall_bytes), key=_seconds)[:_COMPLETED]:
+                fits = True
+                self._accept(recipe, completed(self.problem, one, budget, above))
+        return fits
+
+    def _in_order(self, budget: int) -> list[Recipe]:
+        """The recipes, those of the lowest bounds first, so that the others need not be made; where memory binds, that in all blocks
+        before others: it most often is the fastest."""
+        everything, blocks, *others = recipes(self.problem)
+        ordered = sorted((everything, *others), key=lambda one: self._least_s(one, budget))
+        binds = self._least_s(everything, budget) > self._least_s(blocks, budget)
+        return [blocks, *ordered] if binds else [everything, blocks, *(one for one in ordered if one != everything)]
+
+    def _climb_least(self, rung: int, limit: int) -> None:
+        """Where nothing fits a rung, the least budget that works is one."""
+        needed = [least_bytes(self.problem, *one) for one in self.short if one[1] == rung]
+        if needed and min(needed) <= limit:
+            bits, least = self._ladder()[0], min(needed)
+            above = next(rungs_within(least, bits)) + step_of(least, bits)
+            self._climb(least, min(limit, above), above)
+
+    def _accept(self, recipe: Recipe, candidate: Candidate) -> None:
+        """Makes a faster candidate the best one."""
+        if self.best is None or candidate.step_s < self.best.step_s:
+            self.best = candidate
+            self.tried.append(_told(self.problem, recipe, candidate))
+
+    def _all_slower(self, budget: int) -> bool:
+        return all(self._is_slower(recipe, budget) for recipe in recipes(self.problem))
+
+    def _is_slower(self, recipe: Recipe, budget: int) -> bool:
+        """True when nothing that the recipe gives under `budget` can be faster than the best candidate."""
+        if self.best is None:
+            return False
+        limit_s = self.best.step_s * (1 - _ROUNDING)
+        if self._least_s(recipe, budget) >= limit_s:
+            return True
+        self._made(recipe)
+        return self._least_s(recipe, budget) >= limit_s
+
+    def _least_s(self, recipe: Recipe, budget: int) -> float:
+        """A bound of what the recipe can give: of its own graph once that is made, before of the one that saves everything."""
+        if recipe in self.made:
+            return least_s(self.problem, self.made[recipe], budget)
+        return least_s(self.problem, self._made(Recipe("all")), budget, self._decided(recipe))
+
+    def _decided(self, recipe: Recipe) -> tuple[Decision, ...]:
+        if recipe not in self.decisions:
+            self.decisions[recipe] = decided(self.problem, recipe)
+        return self.decisions[recipe]
+
+    def _made(self, recipe: Recipe) -> Recomputation:
+        if recipe not in self.made:
+            self.made[recipe] = recomputed(self.problem, recipe, self._decided(recipe), self.trained)
+        return self.made[recipe]
+
+    def _ladder(self) -> tuple[int, int]:
+        n_events = len(self._made(Recipe("all")).schedule.events)
+        return next((bits, n_rungs) for most, bits, n_rungs in _LADDERS if n_events <= most)
+
+    def _ample_bytes(self) -> int:
+        """A budget above which nothing binds."""
+        everything = self._made(Recipe("all"))
+        resident = everything.must | free_names(self.problem)
+        needed = scanned(self.problem, everything, resident, None, 0.0).live_bytes
+        return int(self.problem.footprint.needed_bytes(needed) * _AMPLE)
+
+
+def rungs_within(n_bytes: int, bits: int) -> Iterator[int]:
+    """The rungs of the ladder up to `n_bytes`, the largest first: numbers with that many significant bits."""
+    while n_bytes > 0:
+        step = step_of(n_bytes, bits)
+        yield n_bytes // step * step
+        n_bytes = n_bytes // step * step - 1
+
+
+def step_of(n_bytes: int, bits: int) -> int:
+    """How far apart rungs are from the one at or below `n_bytes` to the next."""
+    return 1 << max(0, n_bytes.bit_length() - bits)
+
+
+def least_bytes(problem: Problem, candidate: Candidate, budget: int) -> int:
+    """The device budget that a candidate, which is short under `budget`, fits."""
+    return problem.footprint.needed_bytes(problem.footprint.live_bytes(budget) + candidate.found.shortfall_bytes)
+
+
+def _seconds(candidate: Candidate) -> float:
+    return candidate.step_s
+
+
+def _told(problem: Problem, recipe: Recipe, candidate: Candidate) -> Tried:
+    """The candidate as the plan's reasons tell it."""
+    resident_bytes = sum(problem.parameters[fqn].n_bytes for fqn in sorted(candidate.resident))
+    if candidate.found.shortfall_bytes:
+        return Tried(str(recipe), resident_bytes, None, None, candidate.found.shortfall_bytes)
+    return Tried(str(recipe), resident_bytes, candidate.step_s, candidate.live_bytes)
