@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from .blocks import block_position
+from .buckets import bucketed
 from .fill import filled
 from .floor import Needs
 from .graph import Role, copy_graph, info, name_of
@@ -62,11 +63,12 @@ class Recomputation:
 @dataclass(frozen=True, slots=True)
 class Candidate:
     """A recomputation and resident set, scanned under some budget: what it loads and spills, the seconds that gives, and the live bytes
-    it takes, `outside_bytes` included."""
+    it takes, `outside_bytes` included. `single`: the scan with every copy by itself, before some were put in buckets."""
 
     recomputation: Recomputation
     resident: frozenset[str]
     outside_bytes: int
+    single: Scan
     found: Scan
     step_s: float
     live_bytes: int
@@ -99,7 +101,7 @@ def recomputed(problem: Problem, recipe: Recipe, decisions: tuple[Decision, ...]
     place_parameters(graph, problem.parameters, trained)
     graph = apply(graph, replace(context, plan=bare(decisions)), BEFORE_SWAPS)
     schedule = Schedule.of(graph, context.bounds, context.workspace)
-    rates = Rates.of(schedule, context.bounds, problem.machine, context.swap_tier)
+    rates = Rates.of(schedule, context.bounds, problem.machine, context.swap_tier, problem.bucket_bytes)
     must = problem.resident if problem.resident is not None else problem.pinned_to_device | trained
     ground = schedule.ground(must)
     return Recomputation(recipe, decisions, schedule, rates, must, Needs.of(schedule, ground, rates, free_names(problem)), {must: ground})
@@ -169,10 +171,9 @@ def _packed(problem: Problem, recomputation: Recomputation, resident: frozenset[
     room = problem.footprint.live_bytes(budget_bytes) - outside - ground.fixed_bytes
     gaps = list(gaps_of(schedule, ground, context.kept_values, context.swapped_values))
     kept = packed(schedule, ground, gaps, int(room * (1 - share)), rates, power)
-    found = overlapped(schedule, laid_out(schedule, ground, gaps, kept, room, rates), room, rates)
-    used = int(used_bytes(schedule, found).max(initial=0))
-    if used <= room:
-        yield Candidate(recomputation, resident, outside, found, schedule_s(schedule, found, rates), outside + ground.fixed_bytes + used)
+    candidate = priced(problem, recomputation, resident, overlapped(schedule, laid_out(schedule, ground, gaps, kept, room, rates), room, rates))
+    if candidate.live_bytes <= problem.footprint.live_bytes(budget_bytes):
+        yield candidate
 
 
 def _with_exposed(problem: Problem, best: Candidate) -> Iterator[frozenset[str]]:
@@ -200,24 +201,42 @@ def scanned(problem: Problem, recomputation: Recomputation, resident: frozenset[
     found = schedule.scan(
         None if live is None else live - slack, context.kept_values, context.swapped_values, resident, not slack, ground)
     if found.shortfall_bytes:
-        return Candidate(recomputation, resident, problem.fixed_bytes + outside, found, float("inf"), 0)
-    found = overlapped(schedule, found, None if live is None else live - ground.fixed_bytes, rates)
-    taken = problem.fixed_bytes + outside + ground.fixed_bytes + int(used_bytes(schedule, found).max(initial=0))
-    return Candidate(recomputation, resident, problem.fixed_bytes + outside, found, schedule_s(schedule, found, rates), taken)
+        return Candidate(recomputation, resident, problem.fixed_bytes + outside, found, found, float("inf"), 0)
+    return priced(problem, recomputation, resident, overlapped(schedule, found, None if live is None else live - ground.fixed_bytes, rates))
+
+
+def priced(problem: Problem, recomputation: Recomputation, resident: frozenset[str], single: Scan) -> Candidate:
+    """The candidate of a scan whose copies start and end where they should: small ones in buckets, and what that takes."""
+    schedule, used = recomputation.schedule, used_bytes(recomputation.schedule, single)
+    found = bucketed(schedule, single, used, problem.bucket_bytes)
+    outside = problem.fixed_bytes + outside_bytes(problem, resident)
+    # Buckets stay below the peak that is there without.
+    taken = outside + recomputation.ground(resident).fixed_bytes + int(used.max(initial=0))
+    return Candidate(recomputation, resident, outside, single, found, schedule_s(schedule, found, recomputation.rates), taken)
+
+
+def settled(problem: Problem, candidate: Candidate, budget_bytes: int) -> Candidate:
+    """The candidate, or that with what else the budget it was scanned under has room for where it is faster: before buckets are made,
+    because what came in one cannot stay longer than all of it."""
+    more, resident, _ = _filled(problem, candidate, candidate.single, budget_bytes, budget_bytes)
+    return min(candidate, priced(problem, candidate.recomputation, resident, more), key=lambda c: c.step_s)
 
 
 def completed(problem: Problem, candidate: Candidate, budget_bytes: int, most_bytes: int) -> Candidate:
-    """The candidate with what else `budget_bytes` has room for, of what `most_bytes`, the largest budget it is asked for, has."""
+    """The candidate with what else `budget_bytes` has room for, of what `most_bytes`, the largest budget it is asked for, has: never
+    slower, and what is left in buckets stays there."""
+    found, resident, live_bytes = _filled(problem, candidate, candidate.found, budget_bytes, most_bytes)
+    step_s = schedule_s(candidate.schedule, found, candidate.recomputation.rates)
+    return replace(candidate, resident=resident, single=found, found=found, step_s=step_s, live_bytes=live_bytes)
+
+
+def _filled(problem: Problem, candidate: Candidate, found: Scan, budget_bytes: int, most_bytes: int) -> tuple[Scan, frozenset[str], int]:
+    """The scan with what else fits, what resides then, and the live bytes that are taken."""
     recomputation = candidate.recomputation
     outside = candidate.outside_bytes + recomputation.ground(candidate.resident).fixed_bytes
     room, most = (problem.footprint.live_bytes(n) - outside for n in (budget_bytes, most_bytes))
-    if not candidate.found.loads:
-        return candidate
-    more = filled(
-        candidate.schedule, candidate.found, recomputation.rates, room, most, free_names(problem), problem.context.swapped_values)
-    step_s = schedule_s(candidate.schedule, more.found, recomputation.rates)
-    return replace(
-        candidate, resident=candidate.resident | more.resident, found=more.found, step_s=step_s, live_bytes=outside + more.used_bytes)
+    more = filled(candidate.schedule, found, recomputation.rates, room, most, free_names(problem), problem.context.swapped_values)
+    return more.found, candidate.resident | more.resident, outside + more.used_bytes
 
 
 def free_names(problem: Problem) -> frozenset[str]:

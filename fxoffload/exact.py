@@ -16,9 +16,9 @@ from itertools import accumulate
 
 import numpy as np
 
-from .candidates import Candidate, Recomputation, completed, decided, free_names, recipes, recomputed
+from .candidates import Candidate, Recomputation, decided, free_names, priced, recipes, recomputed, settled
 from .gaps import Gap, gaps_of, laid_out, touches_of
-from .overlap import overlapped, schedule_s, used_bytes
+from .overlap import overlapped
 from .problem import Problem, outside_bytes
 from .spill import Ground
 
@@ -77,11 +77,8 @@ def _priced(problem: Problem, made: Recomputation, choice: Choice, gaps: list[Ga
     left = [gap for gap in gaps if gap.storage.name not in choice.resident]
     found = laid_out(made.schedule, ground, left, choice.kept, capacity, made.rates)
     found = overlapped(made.schedule, found, capacity, made.rates)
-    used = int(used_bytes(made.schedule, found).max(initial=0))
-    if used > capacity:
-        return None
-    plain = Candidate(made, resident, outside, found, schedule_s(made.schedule, found, made.rates), outside + ground.fixed_bytes + used)
-    return completed(problem, plain, budget, budget)
+    candidate = priced(problem, made, resident, found)
+    return settled(problem, candidate, budget) if candidate.live_bytes <= problem.footprint.live_bytes(budget) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,12 +210,12 @@ class _Program:
         first = {s: i for i in range(self.n_events - 1, -1, -1) for s in self.ground.reads[i] if s in self.inputs}
         for storage, at in first.items():
             if at in part:
-                seconds = self.made.rates.load_s(storage)
+                seconds = self.made.rates.least_load_s(storage)
                 row, constant = found.get(at, ({}, 0.0))
                 found[at] = ({**row, self.inputs[storage]: -seconds}, constant + seconds)
         for i, gap in enumerate(self.gaps):
             if gap.before in part:
-                seconds = self.made.rates.load_s(gap.storage)
+                seconds = self.made.rates.least_load_s(gap.storage)
                 row, constant = found.get(gap.before, ({}, 0.0))
                 found[gap.before] = ({**row, i: -seconds}, constant + seconds)
         yield from found.items()

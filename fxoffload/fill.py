@@ -3,7 +3,8 @@
 Every stretch of time between two stays of a value is an item. In one order, which no budget changes, each item's threshold is the
 capacity from which on it and all items before it fit; what a capacity keeps is the items whose threshold it reaches. So what a
 larger capacity keeps includes what a smaller one does, the peak of either is within it, and a plan that needs no more than a smaller
-capacity is what that capacity gives. Dropping a copy delays nothing: channels keep their order.
+capacity is what that capacity gives. Dropping a copy delays nothing: channels keep their order, and a bucket starts where it did.
+What came in a bucket cannot stay until its next use, because all of the bucket would; it can reside, in none.
 """
 
 from __future__ import annotations
@@ -93,9 +94,13 @@ def _items(schedule: Schedule, found: Scan, rates: Rates, may_reside: frozenset[
 
 
 def _inputs(storage: Storage, copies: list[Load], there: Mask, position: dict[int, int], rates: Rates, may_reside: bool) -> Iterator[Item]:
-    """Each return of an input, and then its first copy, without which it resides."""
+    """Each return of an input, and then its first copy, without which it resides; all at once where some come in buckets."""
     load_s, ahead = rates.load_s(storage), ~there
-    first, *others = sorted(copies, key=lambda one: one.before)
+    first, *others = copies = sorted(copies, key=lambda one: one.before)
+    if any(copy.bucket is not None for copy in copies[:-1]):
+        if may_reside:
+            yield Item(storage, ahead, tuple(copies), (), load_s * len(copies), resides=True)
+        return
     for copy in others:
         mask = _between(there, position[copy.start])
         ahead &= ~mask

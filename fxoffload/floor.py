@@ -102,7 +102,7 @@ def _first_loads(schedule: Schedule, ground: Ground, rates: Rates, may_reside: f
         for storage in reads:
             if storage.is_input and not storage.is_tangent and storage not in seen and storage.name not in may_reside:
                 seen.add(storage)
-                found[i] += rates.load_s(storage)
+                found[i] += rates.least_load_s(storage)
     return found
 
 
@@ -124,9 +124,9 @@ def _kept(schedule: Schedule, ground: Ground, rates: Rates, may_reside: frozense
     base, position = base_nodes(schedule.live), {event.index: i for i, event in enumerate(schedule.events)}
     for storage, uses in ground.uses.items():
         begins = uses[0] if storage.is_input else schedule.live.first[storage]
-        again_s = rates.load_s(storage) if uses[-1] > ground.border and storage not in ground.returned else 0.0
+        again_s = rates.least_load_s(storage) if uses[-1] > ground.border and storage not in ground.returned else 0.0
         if storage.is_input and storage.name in may_reside:
-            load_s = rates.load_s(storage) if begins < ground.border else 0.0
+            load_s = rates.least_load_s(storage) if begins < ground.border else 0.0
             yield Kept(storage.name, storage.n_bytes, load_s, 0.0, again_s)
         elif not again_s or begins >= ground.border:
             continue

@@ -139,6 +139,12 @@ def root_of(graph: fx.Graph) -> torch.nn.Module:
     return root
 
 
+def has_fixed_layout(node: fx.Node) -> bool:
+    """True when no size or stride of the node's tensor is a symbol."""
+    value = node.meta["val"]
+    return all(isinstance(size, int) for size in (*value.shape, *value.stride()))
+
+
 def by_name(graph: fx.Graph) -> dict[str, fx.Node]:
     """Every node under its canonical name."""
     return {name_of(node): node for node in graph.nodes}

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 
-from .candidates import Candidate, Recipe, Recomputation, completed, decided, free_names, least_s, recipes, recomputed, scanned, swept
+from .candidates import Candidate, Recipe, Recomputation, completed, decided, free_names, least_s, recipes, recomputed, scanned, settled, swept
 from .plans import Decision
 from .problem import Problem
 from .reasons import Tried
@@ -68,7 +68,7 @@ class Search:
             self.short += [(one, rung) for one in candidates if one.found.shortfall_bytes]
             for one in sorted((one for one in candidates if not one.found.shortfall_bytes), key=_seconds)[:_COMPLETED]:
                 fits = True
-                self._accept(recipe, completed(self.problem, one, budget, above))
+                self._accept(recipe, completed(self.problem, settled(self.problem, one, rung), budget, above))
         return fits
 
     def _in_order(self, budget: int) -> list[Recipe]:

@@ -17,6 +17,7 @@ import numpy as np
 import torch.fx as fx
 
 from . import ops
+from .buckets import GROUP_BYTES, Bytes, held_bytes, transfers_of
 from .cost import node_s
 from .effects import Channel, Tier
 from .graph import Bounds
@@ -28,40 +29,52 @@ from .spill import NEVER, Event, Load, Scan, Schedule, Spill, Sunk
 _SLACK = 1.5
 
 
-# Bytes free during each event; NEVER stands for no limit, and 64 bits hold it.
-Bytes = np.ndarray[tuple[int], np.dtype[np.int64]]
-
-
 @dataclass(frozen=True, slots=True)
 class Rates:
     """Seconds of every event of a Schedule, of a copy of a Storage to and from the device, and of issuing one op.
 
+    `merged_s`: seconds of several inputs' copies as one. `least_load_s`: what a copy adds to whatever copy it comes with, at least.
     `sink_s`: seconds of the copies that are events themselves, the gradients', by node index.
     """
 
     event_s: Sequence[float]
     load_s: Callable[[Storage], float]
+    merged_s: Callable[[Sequence[Storage]], float]
+    least_load_s: Callable[[Storage], float]
     spill_s: Callable[[Storage], float]
     sink_s: Mapping[int, float]
     overlaps: bool
     dispatch_s: float = 0.0
 
     @staticmethod
-    def of(schedule: Schedule, bounds: Bounds, machine: Machine, swap_tier: Tier = Tier.PINNED) -> Rates:
-        """The rates of `schedule` on `machine`; values go to `swap_tier`, inputs come from where they are at home."""
+    def of(schedule: Schedule, bounds: Bounds, machine: Machine, swap_tier: Tier = Tier.PINNED, bucket_bytes: int = GROUP_BYTES) -> Rates:
+        """The rates of `schedule` on `machine`; values go to `swap_tier`, inputs come from where they are at home, alone or, smaller
+        than `bucket_bytes`, in buckets."""
         costs = [node_s(schedule.live.nodes[event.index], bounds, machine) for event in schedule.events]
         event_s = [seconds if channel is Channel.COMPUTE else 0.0 for channel, seconds in costs]
         sinks = {event.index: seconds for event, (channel, seconds) in zip(schedule.events, costs) if channel is Channel.D2H}
-        transfer_s = functools.cache(machine.transfer_s)
+        transfer_s, least_s_per_byte = functools.cache(machine.transfer_s), functools.cache(machine.least_s_per_byte)
+
+        def home(storage: Storage) -> Tier:
+            return swap_tier if not storage.is_input else storage.tier if storage.tier.on_host else Tier.PINNED
 
         def load_s(storage: Storage) -> float:
-            home = storage.tier if storage.tier.on_host else Tier.PINNED
-            return transfer_s(storage.n_bytes, Channel.H2D, home if storage.is_input else swap_tier)
+            return transfer_s(storage.n_bytes, Channel.H2D, home(storage))
+
+        def merged_s(storages: Sequence[Storage]) -> float:
+            return transfer_s(sum(storage.n_bytes for storage in storages), Channel.H2D, home(storages[0]))
+
+        def least_load_s(storage: Storage) -> float:
+            if storage.n_bytes >= bucket_bytes or storage not in schedule.mergeable:
+                return load_s(storage)
+            # A bucket grows until it has `bucket_bytes`, by copies that are smaller.
+            return storage.n_bytes * least_s_per_byte(2 * bucket_bytes, Channel.H2D, home(storage))
 
         def spill_s(storage: Storage) -> float:
             return transfer_s(storage.n_bytes, Channel.D2H, swap_tier)
 
-        return Rates(event_s, load_s, spill_s, sinks, machine.overlaps, machine.dispatch_s or 0.0 if machine.overlaps else 0.0)
+        return Rates(
+            event_s, load_s, merged_s, least_load_s, spill_s, sinks, machine.overlaps, machine.dispatch_s or 0.0 if machine.overlaps else 0.0)
 
 
 def overlapped(schedule: Schedule, found: Scan, capacity_bytes: int | None, rates: Rates) -> Scan:
@@ -137,7 +150,7 @@ def _is_sink(node: fx.Node) -> bool:
 def schedule_s(schedule: Schedule, found: Scan, rates: Rates) -> float:
     """Seconds from the first event to the end of the last event or copy: what `timeline` says of the lowered graph."""
     if not rates.overlaps:
-        copies = sum(rates.load_s(load.storage) for load in found.loads) + sum(rates.spill_s(spill.storage) for spill in found.spills)
+        copies = sum(_transfer_s(members, rates) for members in transfers_of(found.loads)) + sum(rates.spill_s(spill.storage) for spill in found.spills)
         return sum(rates.event_s) + copies + sum(rates.sink_s.values())
     return _Run(schedule, found, rates).end_s()
 
@@ -149,6 +162,11 @@ def stalls_s(schedule: Schedule, found: Scan, rates: Rates) -> dict[Storage, flo
     return run.stalls
 
 
+def _transfer_s(members: Sequence[Load], rates: Rates) -> float:
+    """Seconds of a load, or of a bucket of them."""
+    return rates.load_s(members[0].storage) if len(members) == 1 else rates.merged_s([load.storage for load in members])
+
+
 class _Run:
     """One pass over the events with the clocks of the three channels, in the order that the rewrites give."""
 
@@ -156,12 +174,14 @@ class _Run:
         self.schedule, self.rates = schedule, rates
         self.now = self.issued = self.h2d = self.d2h = 0.0
         self.gone: dict[Storage, float] = {}
-        self.arrived: dict[Load, float] = {}
-        self.starting: dict[int, list[Load]] = defaultdict(list)
-        self.awaited: dict[int, list[Load]] = defaultdict(list)
-        for load in found.loads:
-            self.starting[load.start].append(load)
-            self.awaited[load.before].append(load)
+        # By node index: seconds of the copies that start there, each by its number, and the copies that are awaited there.
+        self.arrived: dict[int, float] = {}
+        self.starting: dict[int, list[tuple[int, float]]] = defaultdict(list)
+        self.awaited: dict[int, list[tuple[int, Storage]]] = defaultdict(list)
+        for number, members in enumerate(transfers_of(found.loads)):
+            self.starting[members[0].start].append((number, _transfer_s(members, rates)))
+            first = min(members, key=lambda load: load.before)
+            self.awaited[first.before].append((number, first.storage))
         self.leaving: dict[int, list[Spill]] = defaultdict(list)
         self.left: dict[int, list[Spill]] = defaultdict(list)
         for spill in sorted(found.spills, key=lambda one: one.until):
@@ -173,15 +193,15 @@ class _Run:
         self.stalls: dict[Storage, float] = defaultdict(float)
 
     def end_s(self) -> float:
-        sink_s, load_s = self.rates.sink_s, self.rates.load_s
+        sink_s = self.rates.sink_s
         for event, seconds in zip(self.schedule.events, self.rates.event_s):
-            for load in self.starting.get(event.index, ()):
+            for number, copy_s in self.starting.get(event.index, ()):
                 self._issue()
-                self.h2d = self.arrived[load] = max(self.now, self.h2d) + load_s(load.storage)
-            for load in self.awaited.get(event.index, ()):
-                if self.arrived[load] > self.now:
-                    self.stalls[load.storage] += self.arrived[load] - self.now
-                    self.now = self.arrived[load]
+                self.h2d = self.arrived[number] = max(self.now, self.h2d) + copy_s
+            for number, storage in self.awaited.get(event.index, ()):
+                if self.arrived[number] > self.now:
+                    self.stalls[storage] += self.arrived[number] - self.now
+                    self.now = self.arrived[number]
             if seconds:
                 self._issue()
                 self.now += seconds
@@ -233,8 +253,8 @@ def _free_bytes(schedule: Schedule, found: Scan, capacity_bytes: int | None) -> 
 
 
 def used_bytes(schedule: Schedule, found: Scan) -> Bytes:
-    """Bytes beside the fixed inputs that each event finds taken, copies under way included."""
-    used = NEVER - _free_bytes(schedule, found, None)
+    """Bytes beside the fixed inputs that each event finds taken, copies under way and what buckets take more included."""
+    used = NEVER - _free_bytes(schedule, found, None) + held_bytes(schedule, found)
     position = {event.index: i for i, event in enumerate(schedule.events)}
     for load in found.loads:
         used[position[load.start] : position[load.before]] += load.storage.n_bytes

@@ -16,7 +16,7 @@ from .errors import PlanError, VerifyError
 from .graph import copy_graph, name_of
 from .ladder import Search, least_bytes
 from .plans import Decision
-from .problem import USER_SCALAR_BYTES, Parameter, Problem, apply, decide, outside_bytes, place_parameters
+from .problem import USER_SCALAR_BYTES, Parameter, Problem, apply, outside_bytes, place_parameters
 from .reasons import Tried
 from .simulate import Simulation, simulate
 from .sizes import format_bytes
@@ -71,9 +71,8 @@ def _trained_residents(problem: Problem) -> Iterator[frozenset[str]]:
     yield must
 
 
-# The rewrites that apply what the search decides, which plan-buckets must see done; and the rest.
-_BEFORE_BUCKETS = ("insert-gather", "lower-gather", "insert-swap", "hoist-transfers", "sink-waits")
-_LAST = ("bucket-transfers", "insert-release")
+# The rewrites that apply what the search decides.
+_REWRITES = (*BEFORE_SWAPS, "insert-gather", "lower-gather", "insert-swap", "hoist-transfers", "sink-waits", "bucket-transfers", "insert-release")
 
 
 def _complete(problem: Problem, chosen: Candidate) -> Solution:
@@ -83,9 +82,7 @@ def _complete(problem: Problem, chosen: Candidate) -> Solution:
     place_parameters(graph, problem.parameters, chosen.resident)
     swaps = decisions_of(chosen.schedule.live, chosen.found, context.swap_tier, problem.machine.overlaps)
     decisions = chosen.recomputation.decisions + swaps
-    lowered = apply(graph, replace(context, plan=bare(decisions)), (*BEFORE_SWAPS, *_BEFORE_BUCKETS))
-    decisions += decide("plan-buckets", lowered, context)
-    lowered = apply(lowered, replace(context, plan=bare(decisions)), _LAST)
+    lowered = apply(graph, replace(context, plan=bare(decisions)), _REWRITES)
     simulation = simulate(lowered, context.bounds, problem.machine, chosen.outside_bytes, context.workspace)
     if budget is not None and simulation.device_peak_bytes > budget:
         over = simulation.device_peak_bytes - budget

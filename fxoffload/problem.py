@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch.fx as fx
 
+from .buckets import GROUP_BYTES
 from .effects import Tier
 from .footprint import Footprint
 from .graph import Role, info, set_info
@@ -39,7 +40,8 @@ class Problem:
     """One Graph to plan. `fixed_bytes`: device bytes no input of this graph owns (other residents, overheads). `footprint`: what the
     device's allocator reserves for live bytes.
 
-    `resident`: None lets the planner choose which frozen parameters reside on the device; else it is fixed.
+    `resident`: None lets the planner choose which frozen parameters reside on the device; else it is fixed. `bucket_bytes`: parameters
+    below come in buckets; 0 for none.
     """
 
     graph: fx.Graph
@@ -52,6 +54,7 @@ class Problem:
     pinned_to_host: frozenset[str] = frozenset()
     trained_may_reside: bool = False
     footprint: Footprint = Footprint()
+    bucket_bytes: int = GROUP_BYTES
 
     @property
     def live_budget_bytes(self) -> int | None:

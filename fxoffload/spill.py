@@ -8,6 +8,7 @@ the scan names it exactly when it is not there.
 
 from __future__ import annotations
 
+import functools
 import operator
 from bisect import bisect_right
 from collections.abc import Callable
@@ -18,7 +19,7 @@ import torch.fx as fx
 
 from . import ops
 from .effects import Tier
-from .graph import Bounds, output_of
+from .graph import Bounds, has_fixed_layout, operands, output_of
 from .liveness import Liveness, Storage, is_view, liveness, no_workspace
 
 NEVER = 1 << 60
@@ -28,11 +29,13 @@ _FAR = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Storage comes to the device before node index `before`, started before node index `start`."""
+    """Storage comes to the device before node index `before`, started before node index `start`. Loads of one `bucket` start with the
+    first of them, as one copy, and are there when the first of them is awaited."""
 
     storage: Storage
     before: int
     start: int
+    bucket: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,6 +278,13 @@ class Schedule:
         live = liveness(graph, bounds)
         fixed = frozenset(s for s in live.first if s.is_input and s.tier is Tier.DEVICE and not s.is_tangent)
         return Schedule(graph, live, events_of(graph, live, workspace), fixed)
+
+    @functools.cached_property
+    def mergeable(self) -> frozenset[Storage]:
+        """Inputs on the host whose copies may come in a bucket: of a layout that no symbol decides, and not returned."""
+        returned = {s for operand in operands(output_of(self.graph)) for s in self.live.of.get(operand, ())}
+        inputs = (node for node in self.graph.find_nodes(op="placeholder") if self.live.of.get(node) and has_fixed_layout(node))
+        return frozenset(s for node in inputs for s in self.live.of[node] if s.tier.on_host and s not in returned)
 
     def fixed_bytes(self, resident: frozenset[str] = frozenset()) -> int:
         """Device bytes of inputs, with those of `resident` there too."""

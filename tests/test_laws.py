@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from zoo import FAMILIES
 
-from fxoffload.candidates import Recipe, completed, decided, free_names, least_s, recipes, recomputed, swept
+from fxoffload.candidates import Recipe, completed, decided, free_names, least_s, recipes, recomputed, settled, swept
 from fxoffload.errors import PlanError
 from fxoffload.exact import solve_exactly
 from fxoffload.ladder import rungs_within, step_of
@@ -118,7 +118,7 @@ def test_no_candidate_beats_the_bound_that_spares_others_from_being_tried(kind: 
             made = recomputed(one, recipe, decisions, trained)
             bounds = least_s(one, made, budget), least_s(one, base, budget, decisions)
             fit = [c for c in swept(one, made, trained, budget) if not c.found.shortfall_bytes]
-            for candidate in (*fit, *(completed(one, c, budget, budget) for c in fit)):
+            for candidate in (*fit, *(settled(one, c, budget) for c in fit)):
                 assert candidate.step_s >= max(bounds) * (1 - 1e-9), (budget, recipe)
                 tight += candidate.step_s <= max(bounds) * 1.1
     assert tight, "a bound that nothing comes near spares nothing"
