@@ -89,6 +89,7 @@ class _Search:
             self._room.take()
         else:
             self._room.part(self._group)
+        self._room.open()
         self._numbers, self._group, self._group_bytes = [], [], 0
 
     def _has_place(self, copy: Copy) -> bool:
@@ -105,7 +106,11 @@ class _Room:
     def __init__(self, alive: Bytes) -> None:
         self._alive = alive.copy()
         self._peak_bytes = int(alive.max(initial=0))
-        self._first, self._end, self._group_bytes = len(alive), 0, 0
+        self.open()
+
+    def open(self) -> None:
+        """Another group is open, without members."""
+        self._first, self._end, self._group_bytes = len(self._alive), 0, 0
 
     def holds(self, copy: Copy) -> bool:
         """True when the open group and this copy fit at every place from their first start to their last end."""
@@ -121,15 +126,13 @@ class _Room:
         self._group_bytes += padded(copy.n_bytes)
 
     def take(self) -> None:
-        """The group's bytes are there from now on; another is open."""
+        """The group's bytes are there from now on."""
         self._alive[self._first : self._end] += self._group_bytes
-        self._first, self._end, self._group_bytes = len(self._alive), 0, 0
 
     def part(self, members: Sequence[Copy]) -> None:
-        """The members count by themselves again; another group is open."""
+        """The members count by themselves again."""
         for copy in members:
             self._alive[copy.start : copy.end] += copy.n_bytes
-        self._first, self._end, self._group_bytes = len(self._alive), 0, 0
 
 
 def bucketed(schedule: Schedule, found: Scan, used: Bytes, limit_bytes: int = GROUP_BYTES) -> Scan:
