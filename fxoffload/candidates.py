@@ -78,14 +78,11 @@ class Candidate:
         return self.recomputation.schedule
 
 
-def recipes(problem: Problem) -> Iterator[Recipe]:
-    """Saves all, then what crosses blocks in all blocks, then what is costly, then what crosses in a part of the blocks."""
-    yield Recipe("all")
+def recipes(problem: Problem) -> list[Recipe]:
+    """In the order of what they recompute: nothing, what is costly to save, and in a part of the blocks what does not cross them."""
     n_blocks = 1 + max((i for node in problem.graph.nodes if (i := block_position(name_of(node))) is not None), default=-1)
-    yield Recipe("blocks", n_blocks)
-    yield Recipe("costly")
-    if n_blocks >= 4:
-        yield from (Recipe("blocks", n_blocks * quarters // 4) for quarters in (2, 3, 1))
+    parts = [n_blocks * quarters // 4 for quarters in (1, 2, 3)] if n_blocks >= 4 else []
+    return [Recipe("all"), Recipe("costly"), *(Recipe("blocks", n) for n in (*parts, n_blocks))]
 
 
 def decided(problem: Problem, recipe: Recipe) -> tuple[Decision, ...]:
@@ -122,34 +119,37 @@ def bare(decisions: tuple[Decision, ...]) -> GraphPlan:
 
 
 def swept(problem: Problem, recomputation: Recomputation, trained: frozenset[str], budget_bytes: int | None) -> Iterator[Candidate]:
-    """Candidates with every resident set, most bytes first, until two in a row got slower. Then the best one with other slack, with
-    the parameters resident whose copies it waits for, and with values that stay by their worth."""
-    found: list[Candidate] = []
-    worse = 0
+    """Candidates with every resident set, most bytes first, until two in a row got slower."""
+    worse, before = 0, float("inf")
     for resident in residencies(problem, trained):
         candidate = _with_slack(problem, recomputation, resident, budget_bytes)
         yield candidate
         if candidate.found.shortfall_bytes:
             continue
-        worse = worse + 1 if found and candidate.step_s >= found[-1].step_s else 0
-        found.append(candidate)
+        worse = worse + 1 if candidate.step_s >= before else 0
+        before = candidate.step_s
         if worse == 2 or not candidate.found.loads:
             break
-    best = min(found, key=lambda c: c.step_s, default=None)
-    if best is not None and best.found.loads and problem.machine.overlaps:
+
+
+def refined(problem: Problem, best: Candidate, trained: frozenset[str], budget_bytes: int, packs: bool) -> Iterator[Candidate]:
+    """The candidate with other slack, with the parameters resident whose copies it waits for, and, where it `packs`, with values that
+    stay by their worth."""
+    if not best.found.loads:
+        return
+    recomputation = best.recomputation
+    if problem.machine.overlaps:
         for share in _REFINED_SHARES:
             yield scanned(problem, recomputation, best.resident, budget_bytes, share)
         for resident in _with_exposed(problem, best):
             yield _with_slack(problem, recomputation, resident, budget_bytes)
-    if best is not None and best.found.loads and budget_bytes is not None and len(recomputation.schedule.events) <= _PACKED_EVENTS:
+    if packs:
         yield from _packings(problem, recomputation, trained, budget_bytes)
 
 
 # Weights of time against bytes in what is packed first, and shares of the memory left to copies under way.
 _POWERS = (0.0, 1.0, 0.5)
 _PACKED_SHARES = (0.0, 1 / 16, 1 / 8)
-# Up to so many events a step is also packed: its gaps are as many times as many.
-_PACKED_EVENTS = 600
 
 
 def _packings(problem: Problem, recomputation: Recomputation, trained: frozenset[str], budget_bytes: int) -> Iterator[Candidate]:

@@ -9,20 +9,39 @@ slower. Of equals the first stays: it has the most memory and recomputes least.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 
-from .candidates import Candidate, Recipe, Recomputation, completed, decided, free_names, least_s, recipes, recomputed, scanned, settled, swept
+from .candidates import Candidate, Recipe, Recomputation, completed, decided, free_names, least_s, recipes, recomputed, refined, scanned, settled, swept
 from .plans import Decision
 from .problem import Problem
 from .reasons import Tried
 
-# By the number of events, the significant bits of a rung and how many rungs are searched at most: steps of 1/32 to 1/16, ... of 1/8 to
-# 1/4. All rungs where a scan takes milliseconds, the two next smaller ones besides, or one, where it takes longer.
-_LADDERS = ((300, 5, 1 << 60), (600, 4, 1 << 60), (1500, 3, 3), (1 << 60, 3, 2))
-# Candidates of a recipe on a rung that are completed: the fastest, because what more memory gives each is not alike.
-_COMPLETED = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How a step of up to `most_events` is searched: on rungs of so many significant `bits`, at most `n_rungs` of them.
+
+    `packs`: values that stay by their worth are tried too. `spared`: the share of the best seconds that no search is worth; 0 tries
+    every recipe on every rung unless it is proven to give nothing faster, else recipes are tried in the order of what they
+    recompute until one is slower, and on smaller rungs only the best one's.
+    """
+
+    most_events: int
+    bits: int
+    n_rungs: int
+    packs: bool
+    spared: float
+
+
+# A scan takes milliseconds where all rungs are searched, steps of 1/16 to 1/8, and up to a tenth of a second on the others, of 1/8 to 1/4.
+_EFFORTS = (Effort(600, 4, 1 << 60, True, 0.0), Effort(1500, 3, 3, False, 1e-3), Effort(1 << 60, 3, 2, False, 1e-3))
+# Recipes of a rung, the fastest, that are refined; candidates of each, the fastest, that are completed, because what more memory gives
+# them is not alike.
+_REFINED, _COMPLETED = 2, 3
 # Above this many times what all parameters and values take nothing binds, slack included.
 _AMPLE = 5 / 4
 # Numbers that rounding alone tells apart are equal.
@@ -47,8 +66,8 @@ class Search:
         if budget is None:
             self._accept(Recipe("all"), min(swept(self.problem, self._made(Recipe("all")), self.trained, None), key=_seconds))
             return
-        limit, (bits, n_rungs) = min(budget, self._ample_bytes()), self._ladder()
-        for rung in islice(rungs_within(limit, bits), n_rungs):
+        limit, bits = min(budget, self._ample_bytes()), self._effort.bits
+        for rung in islice(rungs_within(limit, bits), self._effort.n_rungs):
             above = rung + step_of(rung, bits)
             if self.best is not None and self._all_slower(min(limit, above)):
                 return
@@ -58,32 +77,49 @@ class Search:
 
     def _climb(self, rung: int, budget: int, above: int) -> bool:
         """Searches one rung for what to complete under `budget`, within the rung above; False when nothing fits it."""
-        fits = False
+        found: list[tuple[Recipe, list[Candidate]]] = []
         for recipe in self._in_order(budget):
             if self._is_slower(recipe, budget):
                 self.tried.append(Tried(str(recipe), 0, self._least_s(recipe, budget), None))
                 continue
-            candidates = list(swept(self.problem, self._made(recipe), self.trained, rung))
-            self.tried += [_told(self.problem, recipe, one) for one in candidates]
-            self.short += [(one, rung) for one in candidates if one.found.shortfall_bytes]
-            for one in sorted((one for one in candidates if not one.found.shortfall_bytes), key=_seconds)[:_COMPLETED]:
-                fits = True
-                self._accept(recipe, completed(self.problem, settled(self.problem, one, rung), budget, above))
-        return fits
+            fit = self._fitting(recipe, rung, swept(self.problem, self._made(recipe), self.trained, rung))
+            if not fit:
+                continue
+            self._complete(recipe, fit[:1], rung, budget, above)
+            found.append((recipe, fit))
+            if self._effort.spared and len(found) > 1 and fit[0].step_s >= found[-2][1][0].step_s:
+                break
+        for recipe, fit in sorted(found, key=lambda one: one[1][0].step_s)[:_REFINED]:
+            if not self._is_slower(recipe, budget):
+                others = refined(self.problem, fit[0], self.trained, rung, self._effort.packs)
+                self._complete(recipe, sorted((*fit[1:], *self._fitting(recipe, rung, others)), key=_seconds)[:_COMPLETED], rung, budget, above)
+        return bool(found)
+
+    def _fitting(self, recipe: Recipe, rung: int, candidates: Iterable[Candidate]) -> list[Candidate]:
+        """Those that fit, the fastest first; all are told."""
+        tried = list(candidates)
+        self.tried += [_told(self.problem, recipe, one) for one in tried]
+        self.short += [(one, rung) for one in tried if one.found.shortfall_bytes]
+        return sorted((one for one in tried if not one.found.shortfall_bytes), key=_seconds)
+
+    def _complete(self, recipe: Recipe, candidates: list[Candidate], rung: int, budget: int, above: int) -> None:
+        """Accepts candidates of a rung with what else there is room for."""
+        for one in candidates:
+            self._accept(recipe, completed(self.problem, settled(self.problem, one, rung), budget, above))
 
     def _in_order(self, budget: int) -> list[Recipe]:
-        """The recipes, those of the lowest bounds first, so that the others need not be made; where memory binds, that in all blocks
-        before others: it most often is the fastest."""
-        everything, blocks, *others = recipes(self.problem)
-        ordered = sorted((everything, *others), key=lambda one: self._least_s(one, budget))
-        binds = self._least_s(everything, budget) > self._least_s(blocks, budget)
-        return [blocks, *ordered] if binds else [everything, blocks, *(one for one in ordered if one != everything)]
+        """The recipes: where memory binds those that recompute most first, else last."""
+        if self._effort.spared and self.best is not None:
+            return [self.best.recomputation.recipe]
+        everything, *others = ordered = list(recipes(self.problem))
+        binds = self._least_s(everything, budget) > self._least_s(others[-1], budget)
+        return ordered[::-1] if binds else ordered
 
     def _climb_least(self, rung: int, limit: int) -> None:
         """Where nothing fits a rung, the least budget that works is one."""
         needed = [least_bytes(self.problem, *one) for one in self.short if one[1] == rung]
         if needed and min(needed) <= limit:
-            bits, least = self._ladder()[0], min(needed)
+            bits, least = self._effort.bits, min(needed)
             above = next(rungs_within(least, bits)) + step_of(least, bits)
             self._climb(least, min(limit, above), above)
 
@@ -97,10 +133,10 @@ class Search:
         return all(self._is_slower(recipe, budget) for recipe in recipes(self.problem))
 
     def _is_slower(self, recipe: Recipe, budget: int) -> bool:
-        """True when nothing that the recipe gives under `budget` can be faster than the best candidate."""
+        """True when nothing that the recipe gives under `budget` can be faster than the best candidate, by what is worth a search."""
         if self.best is None:
             return False
-        limit_s = self.best.step_s * (1 - _ROUNDING)
+        limit_s = self.best.step_s * (1 - max(self._effort.spared, _ROUNDING))
         if self._least_s(recipe, budget) >= limit_s:
             return True
         self._made(recipe)
@@ -122,9 +158,10 @@ class Search:
             self.made[recipe] = recomputed(self.problem, recipe, self._decided(recipe), self.trained)
         return self.made[recipe]
 
-    def _ladder(self) -> tuple[int, int]:
+    @functools.cached_property
+    def _effort(self) -> Effort:
         n_events = len(self._made(Recipe("all")).schedule.events)
-        return next((bits, n_rungs) for most, bits, n_rungs in _LADDERS if n_events <= most)
+        return next(effort for effort in _EFFORTS if n_events <= effort.most_events)
 
     def _ample_bytes(self) -> int:
         """A budget above which nothing binds."""
