@@ -20,14 +20,12 @@ import numpy as np
 from .effects import Tier
 from .layout import padded
 from .liveness import Storage
-from .spill import Load, Scan, Schedule, Stay
+from .spill import Bytes, Load, Scan, Schedule, Stay
 
 # Where the rate of pinned copies levels off: 54.9 of 55.3 GB/s (machines/h200.json).
 GROUP_BYTES = 16 << 20
 # A quarter of what overlap.py plans the seconds of every copy too long by.
 _HELD_UP = 1 / 8
-
-Bytes = np.ndarray[tuple[int], np.dtype[np.int64]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,16 +138,15 @@ def bucketed(schedule: Schedule, found: Scan, used: Bytes, limit_bytes: int = GR
 
     `used`: bytes taken at each event, `overlap.used_bytes` of `found`.
     """
-    position, border = {event.index: i for i, event in enumerate(schedule.events)}, schedule.live.border
-    ends = {load: stay.last for load, stay in _with_stays(found)}
+    position, border = schedule.position, schedule.live.border
+    ends = {load: stay.last for load, stay in _with_stays(schedule, found)}
     loads = sorted(found.loads, key=lambda load: (load.start, load.before))
     copies = []
     for load in loads:
-        last = ends.get(load, -1)
-        halves = {index > border for index in (load.start, load.before, schedule.events[last].index)}
-        joins = load.storage in schedule.mergeable and len(halves) == 1 and load.storage.n_bytes
-        kind = (load.storage.tier, halves.pop()) if joins else None
-        copies.append(Copy(position[load.start], last + 1, load.storage.n_bytes, kind))
+        last, in_backward, kind = ends.get(load), load.start > border, None
+        if last is not None and in_backward == (load.before > border) == (schedule.events[last].index > border) and load.storage.n_bytes:
+            kind = load.storage.tier, in_backward
+        copies.append(Copy(position[load.start], (last or 0) + 1, load.storage.n_bytes, kind))
     merged = {}
     for bucket, group in enumerate(groups_of(copies, used, limit_bytes)):
         merged |= {loads[i]: replace(loads[i], start=loads[group[0]].start, bucket=bucket) for i in group}
@@ -176,8 +173,8 @@ def held_bytes(schedule: Schedule, found: Scan) -> Bytes:
     buckets = [members for members in transfers_of(found.loads) if len(members) > 1]
     if not buckets:
         return held
-    position = {event.index: i for i, event in enumerate(schedule.events)}
-    ends = {load: stay.last + 1 for load, stay in _with_stays(found)}
+    position = schedule.position
+    ends = {load: stay.last + 1 for load, stay in _with_stays(schedule, found)}
     for members in buckets:
         start = position[members[0].start]
         held[start : max(ends[load] for load in members)] += sum(padded(load.storage.n_bytes) for load in members)
@@ -186,15 +183,15 @@ def held_bytes(schedule: Schedule, found: Scan) -> Bytes:
     return held
 
 
-def _with_stays(found: Scan) -> Iterator[tuple[Load, Stay]]:
-    """Each load of an input with the stay that it begins."""
+def _with_stays(schedule: Schedule, found: Scan) -> Iterator[tuple[Load, Stay]]:
+    """Each load of an input that may be in a bucket, with the stay that it begins."""
     loads: dict[Storage, list[Load]] = {}
-    for load in sorted(found.loads, key=lambda load: load.before):
-        if load.storage.is_input:
+    for load in found.loads:
+        if load.storage in schedule.mergeable:
             loads.setdefault(load.storage, []).append(load)
-    stays: dict[Storage, list[Stay]] = {}
-    for stay in sorted(found.stays, key=lambda stay: stay.first):
+    stays: dict[Storage, list[Stay]] = {storage: [] for storage in loads}
+    for stay in found.stays:
         if stay.storage in loads:
-            stays.setdefault(stay.storage, []).append(stay)
+            stays[stay.storage].append(stay)
     for storage, copies in loads.items():
-        yield from zip(copies, stays[storage], strict=True)
+        yield from zip(sorted(copies, key=lambda load: load.before), sorted(stays[storage], key=lambda stay: stay.first), strict=True)

@@ -11,7 +11,7 @@ from .buckets import bucketed
 from .fill import filled
 from .floor import Needs
 from .graph import Role, copy_graph, info, name_of
-from .gaps import gaps_of, laid_out, packed
+from .gaps import Gaps
 from .overlap import Rates, overlapped, schedule_s, stalls_s, used_bytes
 from .pipeline import Option
 from .plans import Decision, GraphPlan, Prediction, Recompute
@@ -42,7 +42,7 @@ class Recipe:
 class Recomputation:
     """A recipe applied: the decisions, the schedule of the graph they give, and what bounds its seconds whatever resides.
 
-    `must`: what resides at least, with its ground; `grounds`: of each resident set that was asked for.
+    `must`: what resides at least, with its ground; `grounds`, `gaps`: of each resident set that was asked for.
     """
 
     recipe: Recipe
@@ -52,6 +52,7 @@ class Recomputation:
     must: frozenset[str]
     needs: Needs
     grounds: dict[frozenset[str], Ground] = field(default_factory=dict)
+    gaps: dict[frozenset[str], Gaps] = field(default_factory=dict)
 
     def ground(self, resident: frozenset[str]) -> Ground:
         """The Ground of the resident set, made once."""
@@ -149,18 +150,19 @@ def refined(problem: Problem, best: Candidate, trained: frozenset[str], budget_b
 
 # Weights of time against bytes in what is packed first, and shares of the memory left to copies under way.
 _POWERS = (0.0, 1.0, 0.5)
-_PACKED_SHARES = (0.0, 1 / 16, 1 / 8)
+_PACKED_SHARES = (1 / 16, 0.0, 1 / 8)
 
 
 def _packings(problem: Problem, recomputation: Recomputation, trained: frozenset[str], budget_bytes: int) -> Iterator[Candidate]:
     """Candidates whose values stay by their worth alone, not by when they are next used: with every resident set, then the best one
     with other slack."""
     found: list[Candidate] = []
+    first_share, *shares = _PACKED_SHARES if problem.machine.overlaps else (0.0,)
     for resident, power in itertools.product(residencies(problem, trained), _POWERS[:2]):
-        found += _packed(problem, recomputation, resident, budget_bytes, _PACKED_SHARES[problem.machine.overlaps], power)
+        found += _packed(problem, recomputation, resident, budget_bytes, first_share, power)
     yield from found
     for best in sorted(found, key=lambda c: c.step_s)[:1]:
-        for share, power in itertools.product(_PACKED_SHARES if problem.machine.overlaps else (0.0,), _POWERS):
+        for share, power in (*itertools.product(shares, _POWERS), (first_share, _POWERS[2])):
             yield from _packed(problem, recomputation, best.resident, budget_bytes, share, power)
 
 
@@ -169,9 +171,11 @@ def _packed(problem: Problem, recomputation: Recomputation, resident: frozenset[
     schedule, rates, context = recomputation.schedule, recomputation.rates, problem.context
     outside, ground = problem.fixed_bytes + outside_bytes(problem, resident), recomputation.ground(resident)
     room = problem.footprint.live_bytes(budget_bytes) - outside - ground.fixed_bytes
-    gaps = list(gaps_of(schedule, ground, context.kept_values, context.swapped_values))
-    kept = packed(schedule, ground, gaps, int(room * (1 - share)), rates, power)
-    candidate = priced(problem, recomputation, resident, overlapped(schedule, laid_out(schedule, ground, gaps, kept, room, rates), room, rates))
+    if resident not in recomputation.gaps:
+        recomputation.gaps[resident] = Gaps.of(schedule, ground, rates, context.kept_values, context.swapped_values)
+    gaps = recomputation.gaps[resident]
+    found = gaps.laid_out(gaps.packed(int(room * (1 - share)), power), room)
+    candidate = priced(problem, recomputation, resident, overlapped(schedule, found, room, rates))
     if candidate.live_bytes <= problem.footprint.live_bytes(budget_bytes):
         yield candidate
 

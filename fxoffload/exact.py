@@ -10,14 +10,14 @@ of the search's recipes; every one is solved.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 import numpy as np
 
 from .candidates import Candidate, Recomputation, decided, free_names, priced, recipes, recomputed, settled
-from .gaps import Gap, gaps_of, laid_out, touches_of
+from .gaps import Gap, Gaps
 from .overlap import overlapped
 from .problem import Problem, outside_bytes
 from .spill import Ground
@@ -58,7 +58,7 @@ def _solved(problem: Problem, made: Recomputation, budget: int, seconds: float) 
     ground = made.ground(made.must)
     outside = problem.fixed_bytes + outside_bytes(problem, made.must)
     capacity = problem.footprint.live_bytes(budget) - outside - ground.fixed_bytes
-    gaps = list(gaps_of(made.schedule, ground, problem.context.kept_values, problem.context.swapped_values))
+    gaps = Gaps.of(made.schedule, ground, made.rates, problem.context.kept_values, problem.context.swapped_values).every
     bound_s, timed_out, found = 0.0, 0, []
     for share in _SLACK_SHARES if problem.machine.overlaps else (0.0,):
         least_s, choice, proven = _Program(problem, made, ground, gaps, int(capacity * (1 - share))).solve(seconds)
@@ -69,13 +69,12 @@ def _solved(problem: Problem, made: Recomputation, budget: int, seconds: float) 
     return Exact(bound_s, min(found, key=lambda c: c.step_s, default=None), timed_out, len(gaps))
 
 
-def _priced(problem: Problem, made: Recomputation, choice: Choice, gaps: list[Gap], budget: int) -> Candidate | None:
+def _priced(problem: Problem, made: Recomputation, choice: Choice, gaps: Sequence[Gap], budget: int) -> Candidate | None:
     """The program's choice as a candidate of the search; None where copies under way leave it no room."""
     resident = made.must | choice.resident
     ground, outside = made.ground(resident), problem.fixed_bytes + outside_bytes(problem, resident)
     capacity = problem.footprint.live_bytes(budget) - outside - ground.fixed_bytes
-    left = [gap for gap in gaps if gap.storage.name not in choice.resident]
-    found = laid_out(made.schedule, ground, left, choice.kept, capacity, made.rates)
+    found = Gaps.of(made.schedule, ground, made.rates, problem.context.kept_values, problem.context.swapped_values).laid_out(choice.kept, capacity)
     found = overlapped(made.schedule, found, capacity, made.rates)
     candidate = priced(problem, made, resident, found)
     return settled(problem, candidate, budget) if candidate.live_bytes <= problem.footprint.live_bytes(budget) else None
@@ -92,7 +91,7 @@ class Choice:
 class _Program:
     """Columns: one per gap (it stays), then one per input that may reside, one per value (it is sent to the host), two for seconds."""
 
-    def __init__(self, problem: Problem, made: Recomputation, ground: Ground, gaps: list[Gap], capacity: int) -> None:
+    def __init__(self, problem: Problem, made: Recomputation, ground: Ground, gaps: Sequence[Gap], capacity: int) -> None:
         self.made, self.ground, self.gaps, self.capacity = made, ground, gaps, capacity
         free = free_names(problem)
         self.n_events = len(made.schedule.events)
@@ -157,7 +156,7 @@ class _Program:
         stays: list[dict[int, float]] = [{} for _ in range(self.n_events)]
         for i, event in enumerate(self.made.schedule.events):
             room[i] -= event.workspace_bytes + sum(s.n_bytes for s in dict.fromkeys((*self.ground.reads[i], *event.makes)))
-        touched = touches_of(self.made.schedule, self.ground)
+        touched = Gaps.of(self.made.schedule, self.ground, self.made.rates).touches
         for i, gap in enumerate(self.gaps):
             for at in range(gap.after + 1, gap.before):
                 stays[at][i] = stays[at].get(i, 0.0) - gap.storage.n_bytes

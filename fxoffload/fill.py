@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from .liveness import Storage
-from .overlap import Bytes, Rates, used_bytes
+from .overlap import Rates, used_bytes
 from .spill import Load, Scan, Schedule, Spill, Stay
 
 Mask = np.ndarray[tuple[int], np.dtype[np.bool_]]
@@ -76,7 +76,7 @@ def filled(schedule: Schedule, found: Scan, rates: Rates, capacity_bytes: int, m
 
 
 def _items(schedule: Schedule, found: Scan, rates: Rates, may_reside: frozenset[str], must_leave: frozenset[str]) -> Iterator[Item]:
-    position = {event.index: i for i, event in enumerate(schedule.events)}
+    position = schedule.position
     there = _there(schedule, found, position)
     loads: dict[Storage, list[Load]] = {}
     for load in found.loads:
@@ -141,14 +141,19 @@ def _without(found: Scan, items: list[Item]) -> Scan:
 
 def _joined(found: Scan, joined: set[tuple[Storage, int]]) -> Iterator[Stay]:
     """The stays, each merged into the one before it where the copy between them is gone."""
-    n_loads: dict[Storage, list[int]] = {}
-    for load in sorted(found.loads, key=lambda one: one.before):
-        n_loads.setdefault(load.storage, []).append(load.before)
-    stays: dict[Storage, list[Stay]] = {}
-    for stay in sorted(found.stays, key=lambda one: one.first):
-        stays.setdefault(stay.storage, []).append(stay)
+    n_loads: dict[Storage, list[int]] = {storage: [] for storage, _ in joined}
+    for load in found.loads:
+        if load.storage in n_loads:
+            n_loads[load.storage].append(load.before)
+    stays: dict[Storage, list[Stay]] = {storage: [] for storage in n_loads}
+    for stay in found.stays:
+        if stay.storage in stays:
+            stays[stay.storage].append(stay)
+        else:
+            yield stay
     for storage, parts in stays.items():
-        befores = n_loads.get(storage, [])
+        befores = sorted(n_loads[storage])
+        parts.sort(key=lambda one: one.first)
         # An input's first stay starts with its first copy; any other value's is where it was made.
         befores = befores[1:] if storage.is_input else befores
         merged = [parts[0]]

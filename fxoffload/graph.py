@@ -11,7 +11,7 @@ import hashlib
 import operator
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
@@ -150,18 +150,24 @@ def by_name(graph: fx.Graph) -> dict[str, fx.Node]:
     return {name_of(node): node for node in graph.nodes}
 
 
+def copy_node(graph: fx.Graph, node: fx.Node, operand: Callable[[fx.Node], fx.Node]) -> fx.Node:
+    """A copy of `node` at the insertion point of `graph`, with other operands and the same values."""
+    new = graph.create_node(node.op, node.target, name=node.name, type_expr=node.type)
+    # Set afterwards: create_node looks for symbols in all arguments it is given, which takes longer than the rest of it.
+    if node.args:
+        new.args = map_arg(node.args, operand)
+    if node.kwargs:
+        new.kwargs = map_arg(node.kwargs, operand)
+    new.meta = dict(node.meta)
+    return new
+
+
 def copy_graph(graph: fx.Graph) -> fx.Graph:
     """A copy that shares fake values but no node."""
     result = fx.Graph()
     made: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
-        made[node] = new = result.create_node(node.op, node.target, name=node.name, type_expr=node.type)
-        # Set afterwards: create_node looks for symbols in all arguments it is given, which takes longer than the rest of it.
-        if node.args:
-            new.args = map_arg(node.args, made.__getitem__)
-        if node.kwargs:
-            new.kwargs = map_arg(node.kwargs, made.__getitem__)
-        new.meta.update(node.meta)
+        made[node] = copy_node(result, node, made.__getitem__)
     return result
 
 

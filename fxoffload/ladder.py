@@ -25,7 +25,7 @@ from .reasons import Tried
 class Effort:
     """How a step of up to `most_events` is searched: on rungs of so many significant `bits`, at most `n_rungs` of them.
 
-    `packs`: values that stay by their worth are tried too. `spared`: the share of the best seconds that no search is worth; 0 tries
+    `n_refined`: recipes of a rung, the fastest, that are refined. `packs`: values that stay by their worth are tried too. `spared`: the share of the best seconds that no search is worth; 0 tries
     every recipe on every rung unless it is proven to give nothing faster, else recipes are tried in the order of what they
     recompute until one is slower, and on smaller rungs only the best one's.
     """
@@ -33,15 +33,15 @@ class Effort:
     most_events: int
     bits: int
     n_rungs: int
+    n_refined: int
     packs: bool
     spared: float
 
 
 # A scan takes milliseconds where all rungs are searched, steps of 1/16 to 1/8, and up to a tenth of a second on the others, of 1/8 to 1/4.
-_EFFORTS = (Effort(600, 4, 1 << 60, True, 0.0), Effort(1500, 3, 3, False, 1e-3), Effort(1 << 60, 3, 2, False, 1e-3))
-# Recipes of a rung, the fastest, that are refined; candidates of each, the fastest, that are completed, because what more memory gives
-# them is not alike.
-_REFINED, _COMPLETED = 2, 3
+_EFFORTS = (Effort(600, 4, 1 << 60, 2, True, 0.0), Effort(1500, 3, 3, 1, False, 1e-3), Effort(1 << 60, 3, 2, 1, False, 1e-3))
+# Candidates of a recipe on a rung, the fastest, that are completed, because what more memory gives them is not alike.
+_COMPLETED = 3
 # Above this many times what all parameters and values take nothing binds, slack included.
 _AMPLE = 5 / 4
 # Numbers that rounding alone tells apart are equal.
@@ -89,7 +89,7 @@ class Search:
             found.append((recipe, fit))
             if self._effort.spared and len(found) > 1 and fit[0].step_s >= found[-2][1][0].step_s:
                 break
-        for recipe, fit in sorted(found, key=lambda one: one[1][0].step_s)[:_REFINED]:
+        for recipe, fit in sorted(found, key=lambda one: one[1][0].step_s)[: self._effort.n_refined]:
             if not self._is_slower(recipe, budget):
                 others = refined(self.problem, fit[0], self.trained, rung, self._effort.packs)
                 self._complete(recipe, sorted((*fit[1:], *self._fitting(recipe, rung, others)), key=_seconds)[:_COMPLETED], rung, budget, above)
@@ -130,7 +130,7 @@ class Search:
             self.tried.append(_told(self.problem, recipe, candidate))
 
     def _all_slower(self, budget: int) -> bool:
-        return all(self._is_slower(recipe, budget) for recipe in recipes(self.problem))
+        return all(self._is_slower(recipe, budget) for recipe in self._in_order(budget))
 
     def _is_slower(self, recipe: Recipe, budget: int) -> bool:
         """True when nothing that the recipe gives under `budget` can be faster than the best candidate, by what is worth a search."""

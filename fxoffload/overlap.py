@@ -17,13 +17,13 @@ import numpy as np
 import torch.fx as fx
 
 from . import ops
-from .buckets import GROUP_BYTES, Bytes, held_bytes, transfers_of
+from .buckets import GROUP_BYTES, held_bytes, transfers_of
 from .cost import node_s
 from .effects import Channel, Tier
 from .graph import Bounds
 from .liveness import Storage
 from .machine import Machine
-from .spill import NEVER, Event, Load, Scan, Schedule, Spill, Sunk
+from .spill import NEVER, Bytes, Event, Load, Scan, Schedule, Spill, Sunk
 
 # Copies are planned as if they took this many times as long: the estimate of compute is not exact, and copies slow each other.
 _SLACK = 1.5
@@ -93,7 +93,7 @@ def overlapped(schedule: Schedule, found: Scan, capacity_bytes: int | None, rate
 
 
 def _earlier(schedule: Schedule, found: Scan, free: Bytes, before_use: list[float], rates: Rates) -> list[Load]:
-    position = {event.index: i for i, event in enumerate(schedule.events)}
+    position = schedule.position
     gone: dict[Storage, int] = {spill.storage: position[spill.until] for spill in found.spills}
     border = _border_position(schedule)
     loads = []
@@ -240,22 +240,22 @@ def _border_position(schedule: Schedule) -> int:
 
 def _free_bytes(schedule: Schedule, found: Scan, capacity_bytes: int | None) -> Bytes:
     """Bytes free during each event, once every value is dropped at its last use."""
-    n = len(schedule.events)
-    change = [0] * (n + 1)
+    return (NEVER if capacity_bytes is None else capacity_bytes) - stayed_bytes(schedule, found) - schedule.workspace
+
+
+def stayed_bytes(schedule: Schedule, found: Scan) -> Bytes:
+    """Bytes of what stays during each event."""
+    change = [0] * (len(schedule.events) + 1)
     for stay in found.stays:
         change[stay.first] += stay.storage.n_bytes
         change[stay.last + 1] -= stay.storage.n_bytes
-    free, used = [], 0
-    for i, event in enumerate(schedule.events):
-        used += change[i]
-        free.append((NEVER if capacity_bytes is None else capacity_bytes) - used - event.workspace_bytes)
-    return np.array(free, dtype=np.int64)
+    return np.cumsum(np.array(change[:-1], dtype=np.int64))
 
 
 def used_bytes(schedule: Schedule, found: Scan) -> Bytes:
     """Bytes beside the fixed inputs that each event finds taken, copies under way and what buckets take more included."""
-    used = NEVER - _free_bytes(schedule, found, None) + held_bytes(schedule, found)
-    position = {event.index: i for i, event in enumerate(schedule.events)}
+    used = stayed_bytes(schedule, found) + schedule.workspace + held_bytes(schedule, found)
+    position = schedule.position
     for load in found.loads:
         used[position[load.start] : position[load.before]] += load.storage.n_bytes
     for sunk in found.sinks:

@@ -14,6 +14,7 @@ import torch.fx as fx
 from .candidates import BEFORE_SWAPS, Candidate, bare
 from .errors import PlanError, VerifyError
 from .graph import copy_graph, name_of
+from .heap import heap_at_rest
 from .ladder import Search, least_bytes
 from .plans import Decision
 from .problem import USER_SCALAR_BYTES, Parameter, Problem, apply, outside_bytes, place_parameters
@@ -42,6 +43,11 @@ class Solution:
 
 def solve(problem: Problem) -> Solution:
     """The fastest Solution found under the budget. Raises PlanError with the true shortfall when there is none."""
+    with heap_at_rest():
+        return _solved(problem)
+
+
+def _solved(problem: Problem) -> Solution:
     nearest: list[tuple[Candidate, int]] = []
     for trained in _trained_residents(problem):
         search = Search(problem, trained)
