@@ -14,7 +14,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 
-from .candidates import Candidate, Recipe, Recomputation, completed, decided, free_names, least_s, recipes, recomputed, refined, scanned, settled, swept
+from .candidates import (
+    Candidate, Recipe, Recomputation, completed, decided, free_names, least_s, recipes, recomputed, refined, scanned, settled, swept,
+)
 from .plans import Decision
 from .problem import Problem
 from .reasons import Tried
@@ -25,9 +27,9 @@ from .reasons import Tried
 class Effort:
     """How a step of up to `most_events` is searched: on rungs of so many significant `bits`, at most `n_rungs` of them.
 
-    `n_refined`: recipes of a rung, the fastest, that are refined. `packs`: values that stay by their worth are tried too. `spared`: the share of the best seconds that no search is worth; 0 tries
-    every recipe on every rung unless it is proven to give nothing faster, else recipes are tried in the order of what they
-    recompute until one is slower, and on smaller rungs only the best one's.
+    `n_refined`: recipes of a rung, the fastest, that are refined. `packs`: values that stay by their worth are tried too. `spared`: the
+    share of the best seconds that no search is worth. 0 tries every recipe on every rung unless it is proven to give nothing faster;
+    else recipes are tried in the order of what they recompute until one is slower, and on smaller rungs only the best one's.
     """
 
     most_events: int

@@ -150,8 +150,8 @@ def _is_sink(node: fx.Node) -> bool:
 def schedule_s(schedule: Schedule, found: Scan, rates: Rates) -> float:
     """Seconds from the first event to the end of the last event or copy: what `timeline` says of the lowered graph."""
     if not rates.overlaps:
-        copies = sum(_transfer_s(members, rates) for members in transfers_of(found.loads)) + sum(rates.spill_s(spill.storage) for spill in found.spills)
-        return sum(rates.event_s) + copies + sum(rates.sink_s.values())
+        loads_s = sum(_transfer_s(members, rates) for members in transfers_of(found.loads))
+        return sum(rates.event_s) + loads_s + sum(rates.spill_s(spill.storage) for spill in found.spills) + sum(rates.sink_s.values())
     return _Run(schedule, found, rates).end_s()
 
 
