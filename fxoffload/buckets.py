@@ -147,7 +147,7 @@ def bucketed(schedule: Schedule, found: Scan, used: Bytes, limit_bytes: int = GR
         if last is not None and in_backward == (load.before > border) == (schedule.events[last].index > border) and load.storage.n_bytes:
             kind = load.storage.tier, in_backward
         copies.append(Copy(position[load.start], (last or 0) + 1, load.storage.n_bytes, kind))
-    merged = {}
+    merged: dict[Load, Load] = {}
     for bucket, group in enumerate(groups_of(copies, used, limit_bytes)):
         merged |= {loads[i]: replace(loads[i], start=loads[group[0]].start, bucket=bucket) for i in group}
     return replace(found, loads=[merged.get(load, load) for load in found.loads])
