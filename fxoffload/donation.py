@@ -13,8 +13,8 @@ import torch
 import torch.fx as fx
 
 from . import ops
-from .graph import Bounds, operands
-from .liveness import Liveness, Storage
+from .graph import Bounds, info, operands
+from .liveness import Liveness, Storage, base_nodes
 from .out_variants import out_variant
 
 _aten = torch.ops.aten
@@ -35,13 +35,23 @@ def donations(live: Liveness, placed: dict[Storage, fx.Node]) -> dict[Storage, S
         if len(made) != 1 or made[0] not in placed:
             continue
         for operand in _candidates(node):
-            (given,) = live.of.get(operand, ()) or (None,)
-            if given is None or given not in placed or given.n_bytes != made[0].n_bytes or _last_read(live, given) != i:
+            storages = live.of.get(operand, ())
+            if len(storages) != 1:
+                continue
+            given = storages[0]
+            if given not in placed or given.n_bytes != made[0].n_bytes or _last_read(live, given) != i:
                 continue
             if all(_same_form(other, node) for other in operands(node) if given in live.of.get(other, ())):
                 found[made[0]] = given
                 break
     return found
+
+
+def given_away(live: Liveness) -> dict[Storage, int]:
+    """Storages whose place another has taken, by the offsets of the graph, and the node index at which it has."""
+    placed = {s: node for s, node in base_nodes(live).items() if info(node).offset is not None}
+    pairs = donations(live, placed) if placed else {}
+    return {given: live.first[taker] for taker, given in pairs.items() if info(placed[given]).offset == info(placed[taker]).offset}
 
 
 def takes_a_place(node: fx.Node) -> bool:

@@ -264,8 +264,11 @@ def no_workspace(node: fx.Node) -> int:
     return 0
 
 
-def live_curve(live: Liveness, tier: Tier = Tier.DEVICE, workspace: Callable[[fx.Node], int] = no_workspace) -> LiveCurve:
-    """The LiveCurve of `tier`. A Storage ends at its release, or after its last use when nothing releases it.
+def live_curve(
+    live: Liveness, tier: Tier = Tier.DEVICE, workspace: Callable[[fx.Node], int] = no_workspace, given: Mapping[Storage, int] = {}
+) -> LiveCurve:
+    """The LiveCurve of `tier`. A Storage ends at its release, or after its last use when nothing releases it; in `given`, where another takes
+    its place.
 
     `workspace`: bytes a node needs for itself while it runs; they are of no Kind's column but OTHER's.
     """
@@ -275,7 +278,7 @@ def live_curve(live: Liveness, tier: Tier = Tier.DEVICE, workspace: Callable[[fx
     for storage in live.first:
         if storage.tier is not tier:
             continue
-        end = n if storage in live.escapes else released.get(storage, live.last[storage] + 1)
+        end = n if storage in live.escapes else given.get(storage, released.get(storage, live.last[storage] + 1))
         deltas[storage.kind][live.begin(storage)] += storage.n_bytes
         deltas[storage.kind][end] -= storage.n_bytes
     for i, node in enumerate(live.nodes):

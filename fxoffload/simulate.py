@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch.fx as fx
 
+from .donation import given_away
 from .effects import Channel, Tier
 from .graph import Bounds, name_of, tensor_bytes
 from .liveness import Kind, Liveness, Storage, liveness, no_workspace
@@ -43,17 +44,19 @@ _COLUMNS = (Kind.PARAMETER, Kind.ACTIVATION, Kind.GRADIENT, Kind.OTHER)
 
 
 def simulate(graph: fx.Graph, bounds: Bounds, machine: Machine, outside_bytes: int = 0, workspace: Callable[[fx.Node], int] = no_workspace) -> Simulation:
-    """What `graph` needs and takes. A Storage lives from its producer to its release, or to its last use where it has none.
+    """What `graph` needs and takes. A Storage lives from its producer to its release, or to its last use where it has none, or until
+    another takes its place.
 
     `workspace`: bytes a node needs for itself while it runs; less than none where its result takes an operand's place, until that is released.
     """
     live = liveness(graph, bounds)
     starts: list[list[Storage]] = [[] for _ in live.nodes]
     ends: list[list[Storage]] = [[] for _ in live.nodes]
+    given = given_away(live)
     for storage in live.first:
         starts[live.begin(storage)].append(storage)
         if storage not in live.escapes:
-            ends[live.last[storage]].append(storage)
+            ends[given[storage] - 1 if storage in given else live.last[storage]].append(storage)
     now: Counter[tuple[Tier, Kind]] = Counter()
     curve, peak, peak_at, host_peak, disk_peak, own = [], 0, 0, 0, 0, 0
     for i in range(len(live.nodes)):

@@ -28,6 +28,7 @@ import torch
 import torch.fx as fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from .donation import given_away
 from .graph import Bounds, output_of, tensors_in
 from .liveness import Kind, LiveCurve, Liveness, live_curve, liveness
 from .sizes import format_bytes
@@ -57,7 +58,7 @@ def render(graph: fx.Graph, bounds: Bounds | None = None, columns: bool = True) 
     header = _header(output_of(graph).meta.get(LABEL, "graph"), bounds)
     if not columns:
         return "\n".join([header, *lines]) + "\n"
-    return "\n".join([header, "// bytes on the device: parameters | activations | gradients", *_with_columns(lines, live_curve(live))]) + "\n"
+    return "\n".join([header, "// bytes on the device: parameters | activations | gradients", *_with_columns(lines, live_curve(live, given=given_away(live)))]) + "\n"
 
 
 def fingerprint(graph: fx.Graph) -> str:

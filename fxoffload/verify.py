@@ -18,7 +18,7 @@ import torch
 import torch.fx as fx
 
 from . import ops, text
-from .donation import donations
+from .donation import given_away
 from .effects import Alloc, Await, Borrow, Effect, Free, Read, Tier
 from .errors import VerifyError
 from .graph import Bounds, info, name_of, operands
@@ -372,13 +372,13 @@ def _check_placed(checked: Checked) -> None:
     for storage, node in found.items():
         if storage not in placed and not makes_its_results(live.nodes[live.first[storage]]):
             raise checked.error(node, f"{_quote(storage)} of %{name_of(node)} has no offset")
-    taken = {given: taker for taker, given in donations(live, placed).items() if info(placed[given]).offset == info(placed[taker]).offset}
+    taken = given_away(live)
     starts: dict[int, list[Storage]] = {}
     ends: dict[int, list[Storage]] = {}
     for storage, node in placed.items():
         one = lifetime(live, storage)
         starts.setdefault(one.begin, []).append(storage)
-        ends.setdefault(live.first[taken[storage]] if storage in taken else one.end, []).append(storage)
+        ends.setdefault(taken.get(storage, one.end), []).append(storage)
     there: list[tuple[int, int, str]] = []
     for i, node in enumerate(live.nodes):
         for storage in ends.get(i, ()):

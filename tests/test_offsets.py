@@ -14,10 +14,12 @@ from fxoffload import text
 from fxoffload.donation import takes_a_place
 from fxoffload.footprint import Footprint
 from fxoffload.graph import Bounds, info, name_of
+from fxoffload.machine import load_machine
 from fxoffload.memory_map import MemoryMap
 from fxoffload.offsets import ALIGNMENT, Lifetime, live_bytes, pack
 from fxoffload.out_variants import out_variant
 from fxoffload.pipeline import Context, get_pass
+from fxoffload.simulate import simulate
 from fxoffload.testing.simulated_device import SimulatedDevice
 from fxoffload.verify import verify
 
@@ -108,6 +110,9 @@ def test_a_result_takes_the_place_of_an_operand_that_is_read_for_the_last_time()
     assert offsets["a"] == offsets["b"] == offsets["d"] and offsets["c"] != offsets["b"] and offsets["e"] is None
     verify(graph, facts=frozenset({"placed"}))
     assert MemoryMap.of(graph, Bounds()).arena_bytes == 2048
+    # what a dump, a report and a trace say: x, two values and what is returned, never both of a pair
+    assert simulate(graph, Bounds(), load_machine("cpu")).device_peak_bytes == 3 * 1024
+    assert simulate(text.parse(DONATED), Bounds(), load_machine("cpu")).device_peak_bytes == 4 * 1024
 
 
 def feed_forward() -> nn.Module:
