@@ -246,11 +246,13 @@ class Planning:
 
     def _between_steps_bytes(self) -> int:
         """What an optimizer that steps over all its parameters at once needs for itself, of those that may be on the device."""
-        if self.states is None or self.resident is not None and not self.resident:
+        if self.states is None:
             return 0
-        trained = [p.nbytes for n, p in named_weights(self.model) if p.requires_grad and (self.resident is None or n in self.resident)]
-        total = sum(p.nbytes for _, p in named_weights(self.model))
-        return _OPTIMIZER_TEMPORARIES * sum(trained) if sum(trained) <= TRAINED_SHARE * total else 0
+        trained = {n: p.nbytes for n, p in named_weights(self.model) if p.requires_grad}
+        pinned = pinned_names(self.pins, trained, PARAMETER_PLACES)
+        all_reside = sum(trained.values()) <= TRAINED_SHARE * sum(p.nbytes for _, p in named_weights(self.model))
+        reside = {n for n in trained if all_reside or pinned.get(n) == "device"} if self.resident is None else self.resident
+        return _OPTIMIZER_TEMPORARIES * sum(n_bytes for n, n_bytes in trained.items() if n in reside)
 
     def parameters(self) -> dict[str, Parameter]:
         """Every parameter with its bytes and the tier it has off the device."""

@@ -58,7 +58,8 @@ def render(graph: fx.Graph, bounds: Bounds | None = None, columns: bool = True) 
     header = _header(output_of(graph).meta.get(LABEL, "graph"), bounds)
     if not columns:
         return "\n".join([header, *lines]) + "\n"
-    return "\n".join([header, "// bytes on the device: parameters | activations | gradients", *_with_columns(lines, live_curve(live, given=given_away(live)))]) + "\n"
+    columned = _with_columns(lines, live_curve(live, given=given_away(live)))
+    return "\n".join([header, "// bytes on the device: parameters | activations | gradients", *columned]) + "\n"
 
 
 def fingerprint(graph: fx.Graph) -> str:

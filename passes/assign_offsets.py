@@ -1,8 +1,8 @@
 """assign-offsets: every value that the graph makes on the device and does not return gets a place in one arena.
 
 Values that are there at the same time lie apart, so fragmentation cannot decide whether a plan fits: the arena's size is known before
-anything runs. What an op makes itself and is soon read stays where it is. A result of an elementwise op takes the place of an operand that is read there for the last time. Offsets are in bytes, for
-the largest sizes; a view lies where its source does.
+anything runs. What an op makes itself and is soon read stays where it is. A result of an elementwise op takes the place of an operand that
+is read there for the last time. Offsets are in bytes, for the largest sizes; a view lies where its source does.
 """
 
 from __future__ import annotations
