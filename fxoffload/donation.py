@@ -6,14 +6,13 @@ dimension, whose kernels read a row before they write it. The bits are those of 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 
 import torch
 import torch.fx as fx
 
 from . import ops
-from .graph import Bounds, info, operands
+from .graph import Bounds, info, operands, remembered
 from .liveness import Liveness, Storage, base_nodes
 from .out_variants import out_variant
 
@@ -59,7 +58,7 @@ def takes_a_place(node: fx.Node) -> bool:
     return node.op == "call_function" and _may_overwrite(node.target)
 
 
-@functools.lru_cache(maxsize=None)
+@remembered
 def _may_overwrite(target: object) -> bool:
     variant = out_variant(target)
     if variant is None or len(variant.results) != 1 or not isinstance(target, torch._ops.OpOverload):

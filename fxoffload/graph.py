@@ -11,10 +11,10 @@ import hashlib
 import operator
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import cast
+from typing import TypeVar, cast
 
 import torch
 import torch.fx as fx
@@ -24,6 +24,7 @@ from . import ops
 from .effects import Tier
 from .torch_compat import without_modes
 
+Told = TypeVar("Told")
 INFO = "fxo"
 # Names that no module path and no op can have.
 BORDER, OUTPUT = "/backward", "/output"
@@ -196,12 +197,27 @@ def _plain_path(raw: str) -> str:
     return ".".join(path[1:] if path and path[0] in ("module", "self") else path)
 
 
+def remembered(told: Callable[[object], Told]) -> Callable[[object], Told]:
+    """`told`, asked once of every target. Targets are told apart by identity: torch computes an op's hash in Python."""
+    known: dict[int, tuple[object, Told]] = {}
+
+    @functools.wraps(told)
+    def ask(target: object) -> Told:
+        found = known.get(id(target))
+        if found is None:
+            # The entry holds the target, so that its id cannot become another's.
+            found = known[id(target)] = (target, told(target))
+        return found[1]
+
+    return ask
+
+
 def op_name(node: fx.Node) -> str:
     """Short name of what the node does: "mm", "swap_in", "getitem"."""
     return _target_name(node.target)
 
 
-@functools.lru_cache(maxsize=None)
+@remembered
 def _target_name(target: object) -> str:
     if isinstance(target, torch._ops.OpOverload):
         return str(target._schema.name.split("::", 1)[1])

@@ -6,7 +6,6 @@ is a new one. The unit of bytes is the Storage at the Bounds, so a plan made her
 
 from __future__ import annotations
 
-import functools
 import heapq
 import operator
 from collections.abc import Callable, Iterable, Mapping
@@ -19,7 +18,7 @@ import torch.fx as fx
 
 from . import ops
 from .effects import Alloc, Await, Borrow, Effect, Free, Tier
-from .graph import Bounds, Role, border_of, info, name_of, operands, tensor_bytes
+from .graph import Bounds, Role, border_of, info, name_of, operands, remembered, tensor_bytes
 
 
 class Kind(str, Enum):
@@ -76,8 +75,8 @@ class Liveness:
 
     def defined_at(self, node: fx.Node) -> tuple[Storage, ...]:
         """Storages the node makes."""
-        i = self.index[node]
-        return tuple(s for s in self.of.get(node, ()) if self.first[s] == i)
+        i, first = self.index[node], self.first
+        return tuple([s for s in self.of.get(node, ()) if first[s] == i])
 
 
 # Ops that return their input's memory although their schema does not say so.
@@ -89,7 +88,7 @@ def is_view(node: fx.Node) -> bool:
     return node.op == "call_function" and returns_its_input(node.target)
 
 
-@functools.lru_cache(maxsize=None)
+@remembered
 def returns_its_input(target: object) -> bool:
     """True when a call of `target` gives a view of its first tensor argument."""
     spec = ops.SPECS.get(target)  # type: ignore[call-overload]
@@ -124,9 +123,12 @@ def liveness(graph: fx.Graph, bounds: Bounds | None = None) -> Liveness:
     for i, node in enumerate(nodes):
         spec = ops.spec_of(node)
         sources = [storage for operand in operands(node) for storage in of.get(operand, ())]
-        # a Transfer reads its source until the wait: the wait is a use of the source too
-        awaited = [source for storage in _of_effect(node, spec, Await, of) for source in borrowed.pop(storage, ())]
-        for storage in dict.fromkeys(sources + awaited):
+        if spec is None:
+            read = sources
+        else:
+            # a Transfer reads its source until the wait: the wait is a use of the source too
+            read = sources + [source for storage in _of_effect(node, spec, Await, of) for source in borrowed.pop(storage, ())]
+        for storage in read if len(read) < 2 else dict.fromkeys(read):
             uses[storage].append(i)
         if node.op == "output":
             continue
@@ -135,7 +137,8 @@ def liveness(graph: fx.Graph, bounds: Bounds | None = None) -> Liveness:
             if storage not in first:
                 first[storage] = i
                 uses[storage] = []
-                borrowed[storage] = _of_effect(node, spec, Borrow, of)
+                if spec is not None:
+                    borrowed[storage] = _of_effect(node, spec, Borrow, of)
     output = nodes[-1] if nodes and nodes[-1].op == "output" else None
     returned = {s for operand in operands(output) for s in of.get(operand, ())} if output is not None else set()
     escapes = frozenset(returned | {s for s in first if s.is_input})

@@ -54,6 +54,8 @@ class Spec:
 
 
 SPECS: dict[torch._ops.OpOverload, Spec] = {}
+# Identities of the ops in it: torch computes an op's hash in Python, which is slow for the many that are not.
+_OURS: set[int] = set()
 _LIBRARY = torch.library.Library("fxo", "DEF")
 
 
@@ -74,6 +76,7 @@ def define(
     torch.library.register_fake(f"fxo::{name}", fake, lib=_LIBRARY)
     op = getattr(torch.ops.fxo, name).default
     SPECS[op] = Spec(name, op, effects, channel, alias_of, logical, pure)
+    _OURS.add(id(op))
     if not pure:
         fx.node.has_side_effect(op)
     return op
@@ -81,7 +84,7 @@ def define(
 
 def spec_of(node: fx.Node) -> Spec | None:
     """The Spec of a memory node, None for any other node."""
-    return SPECS.get(node.target) if isinstance(node.target, torch._ops.OpOverload) else None
+    return SPECS.get(node.target) if id(node.target) in _OURS else None  # type: ignore[call-overload]
 
 
 def _copy_to(src: torch.Tensor, device: torch.device) -> torch.Tensor:

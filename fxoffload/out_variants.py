@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 import torch
+
+from .graph import remembered
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +17,7 @@ class OutVariant:
     results: tuple[str, ...]
 
 
-@functools.lru_cache(maxsize=None)
+@remembered
 def out_variant(target: object) -> OutVariant | None:
     """The out variant of an ATen op; None where it has none with a kernel of its own.
 

@@ -26,7 +26,7 @@ from .liveness import LiveCurve, no_workspace
 from .machine import Machine
 from .plans import Decision, GraphPlan, Prediction
 from .sizes import format_bytes
-from .verify import Checked, verify
+from .verify import Checked, verified
 
 ENTRY_POINTS = "fxoffload.passes"
 Option = bool | int | float | str
@@ -146,9 +146,9 @@ class Pipeline:
                     ctx = replace(ctx, plan=_extended(ctx.plan, result))
                 else:
                     graph = result
-                curve = _checked(step, graph, ctx, held)
+                checked = _checked(step, graph, ctx, held)
                 if dump is not None:
-                    dump.graph(step.name, graph, curve, time.perf_counter() - started)
+                    dump.graph(step.name, graph, checked.curve, time.perf_counter() - started)
         return graph
 
     def _needed(self) -> set[str]:
@@ -256,13 +256,13 @@ def _order(passes: Sequence[Pass]) -> nx.DiGraph:
     return order
 
 
-def _checked(step: Pass, graph: fx.Graph, ctx: Context, held: frozenset[str]) -> LiveCurve:
+def _checked(step: Pass, graph: fx.Graph, ctx: Context, held: frozenset[str]) -> Checked:
     try:
-        curve = verify(graph, ctx.bounds, held, ctx.device_budget_bytes if "fits" in held else None, ctx.workspace)
+        checked = verified(graph, ctx.bounds, held, ctx.device_budget_bytes if "fits" in held else None, ctx.workspace)
     except VerifyError as error:
         raise VerifyError(f"after pass {step.name!r}: {error}") from error
     graph.lint()
-    return curve
+    return checked
 
 
 @contextmanager

@@ -31,6 +31,8 @@ class Home:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        # With the CPU as compute device host and device are told apart by copies, not by torch.device.
+        self.is_host = device.type == "cpu"
         self.active = False
         self.session: Any = None
         self.forward: Callable[..., Any] | None = None
@@ -101,7 +103,7 @@ def _parameter_property(name: str) -> property:
             return self.__dict__[name] if name in self.__dict__ else nn.Module.__getattr__(self, name)
         value = self._parameters[name]
         home = self.__dict__[HOME]
-        if value is None or not home.active or value.device == home.device and home.device.type != "cpu":
+        if value is None or not home.active or not home.is_host and value.device == home.device:
             return value
         return torch.ops.fxo.gather(value, home.device)
 

@@ -21,7 +21,7 @@ from . import ops, text
 from .donation import given_away
 from .effects import Alloc, Await, Borrow, Effect, Free, Read, Tier
 from .errors import VerifyError
-from .graph import Bounds, info, name_of, operands
+from .graph import Bounds, info, name_of, operands, remembered
 from .liveness import LiveCurve, Liveness, Storage, base_nodes, live_curve, liveness, no_workspace, returns_its_input
 from .memory_map import lifetime, makes_its_results, placeable
 from .sizes import format_bytes
@@ -43,21 +43,25 @@ class Write(Effect):
     """The op changes the bytes in place."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Checked:
     """A Graph, its analyses and the budget: what a fact's checker looks at."""
 
     graph: fx.Graph
     live: Liveness
-    curve: LiveCurve
     device_budget_bytes: int | None
+    workspace: Callable[[fx.Node], int]
+
+    @functools.cached_property
+    def curve(self) -> LiveCurve:
+        """The device LiveCurve."""
+        return live_curve(self.live, workspace=self.workspace)
 
     @staticmethod
     def of(graph: fx.Graph, bounds: Bounds | None, device_budget_bytes: int | None, workspace: Callable[[fx.Node], int]) -> Checked:
         """The analyses of a graph that keeps the rules of memory. Raises VerifyError where it does not."""
         _check_order(graph)
-        live = liveness(graph, bounds)
-        checked = Checked(graph, live, live_curve(live, workspace=workspace), device_budget_bytes)
+        checked = Checked(graph, liveness(graph, bounds), device_budget_bytes, workspace)
         Machine(checked).run()
         return checked
 
@@ -82,7 +86,18 @@ def verify(
     device_budget_bytes: int | None = None,
     workspace: Callable[[fx.Node], int] = no_workspace,
 ) -> LiveCurve:
-    """The device LiveCurve of a graph that keeps the rules of memory, the claimed facts and the budget.
+    """The device LiveCurve of a graph that keeps the rules of memory, the claimed facts and the budget. Raises as `verified` does."""
+    return verified(graph, bounds, facts, device_budget_bytes, workspace).curve
+
+
+def verified(
+    graph: fx.Graph,
+    bounds: Bounds | None = None,
+    facts: frozenset[str] = frozenset(),
+    device_budget_bytes: int | None = None,
+    workspace: Callable[[fx.Node], int] = no_workspace,
+) -> Checked:
+    """The analyses of a graph that keeps the rules of memory, the claimed facts and the budget.
 
     Raises VerifyError with the lines around the first node that breaks a rule, ValueError for a fact nobody defined.
     """
@@ -92,7 +107,7 @@ def verify(
         _check_fits(checked)
     for fact in sorted(facts):
         FACTS[fact](checked)
-    return checked.curve
+    return checked
 
 
 def _check_known(facts: Set[str]) -> None:
@@ -257,7 +272,7 @@ def _needs_no_bytes(node: fx.Node) -> bool:
     return node.op == "call_function" and _only_looks(node.target)
 
 
-@functools.lru_cache(maxsize=None)
+@remembered
 def _only_looks(target: object) -> bool:
     return target is operator.getitem or target in _SIZE_QUESTIONS or (returns_its_input(target) and not writes(target))
 
@@ -277,7 +292,7 @@ def _written(node: fx.Node) -> list[fx.Node]:
     return [value for name in names if isinstance(value := passed.get(name), fx.Node)]
 
 
-@functools.lru_cache(maxsize=None)
+@remembered
 def writes(target: object) -> bool:
     """True when the op's schema says that it writes into an argument."""
     schema = getattr(target, "_schema", None)

@@ -170,27 +170,62 @@ def _forward_8bit(cls: type[nn.Module], home_name: str) -> Callable[..., torch.T
 
 def _forward_4bit(cls: type[nn.Module], home_name: str) -> Callable[..., torch.Tensor]:
     """bitsandbytes' own forward less what it writes into the module: the gathered weight is a plain tensor without a state."""
-    from bitsandbytes import matmul_4bit
 
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         home = self.__dict__[home_name]
         if not home.active:
             return cls.forward(self, x)  # type: ignore[no-any-return]
-        state = _on_device(self._parameters["weight"].quant_state, home.device)
+        state = self._parameters["weight"].quant_state
         dtype = self.compute_dtype if self.compute_type_is_set else x.dtype
         inputs = x if dtype is None else x.to(dtype)
         bias = None if self.bias is None else self.bias.to(inputs.dtype)
-        return matmul_4bit(inputs, self.weight, bias=bias, quant_state=state).to(x.dtype)  # type: ignore[no-any-return]
+        made = _matmul_4bit(inputs, self.weight, bias, _tensors_of(state, home.device), *_constants_of(state))
+        return made.to(x.dtype)  # type: ignore[no-any-return]
 
     return forward
 
 
-def _on_device(state: Any, device: torch.device) -> Any:
-    if state is None:
+def _tensors_of(state: Any, device: torch.device) -> tuple[torch.Tensor | None, ...]:
+    """absmax, code and offset of a state, then those of the one that its absmax is packed with. The scales grow with the weight: gathered.
+
+    Spelled out, because Dynamo traces this once per layer.
+    """
+    absmax, second = _gathered(state.absmax, device), state.state2
+    if device.type == "cpu":
+        own = (absmax, _gathered(state.code, device), _gathered(state.offset, device))
+        if second is None:
+            return own
+        return (*own, _gathered(second.absmax, device), _gathered(second.code, device), _gathered(second.offset, device))
+    if second is None:
+        return absmax, state.code, state.offset
+    return absmax, state.code, state.offset, second.absmax, second.code, second.offset
+
+
+def _constants_of(state: Any) -> tuple[Any, ...]:
+    """What a state holds beside tensors, then the same of the one that its absmax is packed with."""
+    own = (state.shape, state.blocksize, state.quant_type, state.dtype)
+    second = state.state2
+    return own if second is None else (*own, second.shape, second.blocksize, second.quant_type, second.dtype)
+
+
+def _state_of(cls: type, tensors: tuple[torch.Tensor | None, ...], constants: tuple[Any, ...]) -> Any:
+    """The state that `_tensors_of` and `_constants_of` took apart."""
+    if not tensors:
         return None
-    return type(state)(
-        absmax=_gathered(state.absmax, device), shape=state.shape, code=_gathered(state.code, device), blocksize=state.blocksize,
-        quant_type=state.quant_type, dtype=state.dtype, offset=_gathered(state.offset, device), state2=_on_device(state.state2, device))
+    (absmax, code, offset), (shape, blocksize, quant_type, dtype) = tensors[:3], constants[:4]
+    return cls(absmax=absmax, shape=shape, code=code, blocksize=blocksize, quant_type=quant_type, dtype=dtype,
+               offset=offset, state2=_state_of(cls, tensors[3:], constants[4:]))
+
+
+@torch._dynamo.allow_in_graph
+def _matmul_4bit(
+    inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tensors: tuple[torch.Tensor | None, ...], *constants: Any,
+) -> torch.Tensor:
+    """bitsandbytes' product. Dynamo leaves it whole, its ops and its backward are traced after it: a state is no value of a graph."""
+    from bitsandbytes import matmul_4bit
+    from bitsandbytes.functional import QuantState
+
+    return matmul_4bit(inputs, weight, bias=bias, quant_state=_state_of(QuantState, tensors, constants))  # type: ignore[no-any-return]
 
 
 def _gathered(tensor: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
