@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -42,10 +43,16 @@ def pack(lifetimes: Sequence[Lifetime]) -> tuple[list[int], int]:
 
     First fit in several orders (greedy by size: Pisarchyk and Lee, Efficient Memory Management for Deep Neural Net Inference, 2020), then
     the best orders are climbed: what reaches highest is placed earlier. The search ends early with an arena that
-    leaves little more idle than is live at once.
+    leaves little more idle than is live at once. The last answers are remembered: a plan is lowered when it is chosen and when it is applied.
     """
+    offsets, n_bytes = _packed(tuple(lifetimes))
+    return list(offsets), n_bytes
+
+
+@functools.lru_cache(maxsize=2)
+def _packed(lifetimes: tuple[Lifetime, ...]) -> tuple[tuple[int, ...], int]:
     if not lifetimes:
-        return [], 0
+        return (), 0
     begin, end, size = _columns(lifetimes)
     least = live_bytes(lifetimes)
     enough = least + least // _IDLE_PER
@@ -59,7 +66,7 @@ def pack(lifetimes: Sequence[Lifetime]) -> tuple[list[int], int]:
         if found[0].n_bytes > enough:
             found.append(_climbed(start, enough, begin, end, size))
             found.sort(key=lambda packing: packing.n_bytes)
-    return found[0].offsets.tolist(), found[0].n_bytes
+    return tuple(found[0].offsets.tolist()), found[0].n_bytes
 
 
 @dataclass(frozen=True, slots=True)

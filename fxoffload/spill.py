@@ -148,6 +148,9 @@ class Spiller:
         self.border = live.index[border[0]] if border else NEVER
         self.before_border = max((i for i, event in enumerate(events) if event.index < self.border), default=0)
         self.there: dict[Storage, int] = {}
+        # What is there and may leave: not what is kept, and in backward not what the graph returns.
+        self.movable: dict[Storage, None] = {}
+        self.in_backward = False
         self.touched: dict[Storage, int] = {}
         # The next use of what is there, as of the last event that read or made it: between two uses it does not change.
         self.upcoming: dict[Storage, int] = {}
@@ -168,6 +171,10 @@ class Spiller:
         return self.result
 
     def _step(self, event: Event) -> None:
+        if event.index > self.border and not self.in_backward:
+            self.in_backward = True
+            for storage in self.returned:
+                self.movable.pop(storage, None)
         reads = self.reads[self.position]
         missing = [s for s in reads if s not in self.there]
         incoming = sum([s.n_bytes for s in missing]) + sum([s.n_bytes for s in event.makes]) + event.workspace_bytes
@@ -193,7 +200,7 @@ class Spiller:
         over = self.used_bytes + incoming - self.capacity
         if over <= 0:
             return
-        candidates = self._candidates(event.index, reads)
+        candidates = [s for s in self.movable if s not in reads]
         queue = self._queue(candidates, event.index, over)
         while queue and over > 0:
             storage = candidates[heappop(queue)[-1]]
@@ -202,11 +209,6 @@ class Spiller:
         if over > self.result.shortfall_bytes:
             self.result.shortfall_bytes, self.result.worst = over, event.index
             self.result.live_at_worst = tuple(dict.fromkeys((*self.there, *(s for s in event.reads if s in reads), *event.makes)))
-
-    def _candidates(self, index: int, reads: tuple[Storage, ...]) -> list[Storage]:
-        """What is there and may go: not what the event reads, what is kept, or in backward what the graph returns."""
-        in_backward = index > self.border
-        return [s for s in self.there if s not in reads and s not in self.kept and not (in_backward and s in self.returned)]
 
     def _queue(self, candidates: list[Storage], index: int, over: int) -> list[tuple[float, str, int]]:
         """A heap of (urgency, name, position). First goes what is used furthest ahead and has a cheap way out and back; crumbs only
@@ -249,10 +251,13 @@ class Spiller:
         if storage not in self.there:
             self.there[storage] = self.touched[storage] = self.position
             self.used_bytes += storage.n_bytes
+            if storage not in self.kept and not (self.in_backward and storage in self.returned):
+                self.movable[storage] = None
 
     def _leave(self, storage: Storage) -> None:
         if storage in self.there:
             self.result.stays.append(Stay(storage, self.there.pop(storage), self.touched[storage]))
+            self.movable.pop(storage, None)
             self.used_bytes -= storage.n_bytes
 
 

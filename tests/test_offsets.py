@@ -16,7 +16,7 @@ from fxoffload.footprint import Footprint
 from fxoffload.graph import Bounds, info, name_of
 from fxoffload.machine import load_machine
 from fxoffload.memory_map import MemoryMap
-from fxoffload.offsets import ALIGNMENT, Lifetime, live_bytes, pack
+from fxoffload.offsets import ALIGNMENT, Lifetime, _packed, live_bytes, pack
 from fxoffload.out_variants import out_variant
 from fxoffload.pipeline import Context, get_pass
 from fxoffload.simulate import simulate
@@ -35,6 +35,7 @@ def lifetimes(draw: st.DrawFn) -> Lifetime:
 @given(st.lists(lifetimes(), max_size=40))
 @settings(deadline=None)
 def test_what_is_there_at_the_same_time_lies_apart_in_an_arena_that_ends_with_the_highest(found: list[Lifetime]) -> None:
+    _packed.cache_clear()
     offsets, n_bytes = pack(found)
     ends = [offset + one.n_bytes for offset, one in zip(offsets, found, strict=True)]
     for i, one in enumerate(found):
@@ -43,6 +44,7 @@ def test_what_is_there_at_the_same_time_lies_apart_in_an_arena_that_ends_with_th
             together = one.begin < other.end and other.begin < one.end
             assert not together or ends[i] <= offsets[k] or ends[k] <= offsets[i]
     assert live_bytes(found) <= n_bytes <= sum(-(-one.n_bytes // ALIGNMENT) * ALIGNMENT for one in found)
+    _packed.cache_clear()
     assert pack(found) == (offsets, n_bytes)
 
 
