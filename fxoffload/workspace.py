@@ -140,14 +140,28 @@ def _bias_bytes(args: tuple[Any, ...]) -> int:
     return sum(m.numel() * (query.element_size() + 1) for m in masks)
 
 
+# As many multiprocessors as the largest card has that the shipped machine files know: a deterministic backward keeps one sum for each.
+_MULTIPROCESSORS = 148
+
+
 def _fused_backward_bytes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> int:
     """What a fused backward sums in: the query's gradient in fp32, two numbers per row, and where heads share keys and values their gradients
-    per query head (seen of cuDNN in bf16 on an H200, torch 2.11; rows in blocks of 128)."""
+    per query head (seen of cuDNN in bf16 on an H200, torch 2.11; rows in blocks of 128). Under deterministic algorithms the flash kernel runs
+    instead: it keeps several sums of the query's gradient, fewer the more heads there are."""
     batch, heads, length, width = query.shape
     rows = batch * heads * -(-length // 128) * 128
     shared = key.shape[1] != heads
     per_head = batch * heads * -(-key.shape[2] // 128) * 128 * (key.shape[3] + value.shape[3]) * query.element_size()
-    return rows * (width + 2) * 4 + shared * per_head
+    sums = -(-_multiprocessors() // (batch * heads)) if _is_deterministic() else 1
+    return rows * (sums * width + 2) * 4 + shared * per_head
+
+
+def _multiprocessors() -> int:
+    return torch.cuda.get_device_properties().multi_processor_count if torch.cuda.is_available() else _MULTIPROCESSORS
+
+
+def _is_deterministic() -> bool:
+    return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
 
 
 def _attention_backward(grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None,

@@ -13,6 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxoffload import neutral
+from fxoffload.workspace import _fused_backward_bytes, _multiprocessors
 
 CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA card")])
 
@@ -92,3 +93,47 @@ def test_every_kernel_of_a_card_runs_once_in_each_half(backend: Any, name: str, 
     with sdpa_kernel(backend):
         calls = check("cuda", torch.bfloat16, 64, kind, False, 0.0)
     assert calls == {f"_scaled_dot_product_{name}_attention": 1, f"_scaled_dot_product_{name}_attention_backward": 1}
+
+
+@pytest.fixture
+def deterministic(request: pytest.FixtureRequest) -> Any:
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(request.param)
+    yield request.param
+    torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+SHAPES = [(1, 4, 2, 512, 128), (2, 32, 8, 1024, 128), (4, 32, 8, 2048, 128), (2, 8, 8, 640, 64)]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA card")
+@pytest.mark.parametrize("deterministic", [False, True], indirect=True)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_fused_backward_takes_no_more_for_itself_than_is_planned(shape: tuple[int, ...], deterministic: bool) -> None:
+    batch, heads, shared, length, width = shape
+    query, grad = (torch.randn(batch, length, heads, width, device="cuda", dtype=torch.bfloat16).transpose(1, 2) for _ in "qg")
+    key, value = (torch.randn(batch, length, shared, width, device="cuda", dtype=torch.bfloat16).transpose(1, 2) for _ in "kv")
+    options = None, 0.0, True, None, heads != shared
+    with torch.no_grad():
+        for _ in range(2):
+            out, *saved = neutral._attention(query, key, value, *options)
+            torch.cuda.synchronize()
+            before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            gradients = neutral._attention_backward(grad, query, key, value, None, out, *saved, *options[1:])
+            torch.cuda.synchronize()
+            taken = torch.cuda.max_memory_allocated() - before - sum(one.nbytes for one in gradients)
+            del gradients
+    planned = _fused_backward_bytes(query, key, value)
+    print(shape, deterministic, "taken", taken, "planned", planned)
+    assert taken <= planned + 64 * 1024
+
+
+@pytest.mark.parametrize("deterministic", [False, True], indirect=True)
+def test_a_deterministic_backward_is_planned_with_a_sum_for_each_multiprocessor_that_heads_leave_idle(deterministic: bool) -> None:
+    few, many = (torch.empty(1, heads, 256, 64, dtype=torch.bfloat16, device="meta") for heads in (4, 1024))
+    rows = 4 * 256
+    sums = -(-_multiprocessors() // 4) if deterministic else 1
+    assert _fused_backward_bytes(few, few, few) == rows * (sums * 64 + 2) * 4
+    assert _fused_backward_bytes(many, many, many) == 1024 * 256 * (64 + 2) * 4
