@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import json
 import re
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -203,3 +205,48 @@ def test_what_a_model_requires_of_its_values_is_checked_in_every_step() -> None:
     without_images = torch.full_like(case.batch["input_ids"], 7)
     with pytest.raises(RuntimeError, match="assertion failed|requires of its inputs"):
         model(**{**case.batch, "input_ids": without_images}).loss.backward()
+
+
+@pytest.fixture
+def offline(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Every address that somebody tried to reach, none of them with success; nothing in the environment says that we are offline."""
+    tried: list[object] = []
+
+    def refuse(self: socket.socket, address: object) -> None:
+        tried.append(address)
+        raise OSError("no network in this test")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket.socket, "connect_ex", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", lambda host, *_, **__: refuse(None, host))  # type: ignore[arg-type]
+    for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    return tried
+
+
+def test_nobody_is_asked_over_the_network(tmp_path: Path, offline: list[object]) -> None:
+    llama().model.save_pretrained(tmp_path)
+    model = fxoffload.from_pretrained(tmp_path)
+    for source in (tmp_path, tmp_path / "config.json"):
+        assert fxoffload.plan(source, (2, 16), device_budget="1GiB").predicted.device_peak_bytes
+    fxoffload.compile(model, tokens(), device="cpu", device_budget="600KiB").fxoffload.close()
+    for name in ("meta-llama/Llama-3.1-8B", str(tmp_path / "nothing")):
+        with pytest.raises(ValueError, match="config.json"):
+            fxoffload.from_pretrained(name)
+        with pytest.raises(ValueError, match="config.json"):
+            fxoffload.plan(name, (2, 16), device_budget="600KiB")
+    assert not offline
+
+
+def test_code_that_comes_with_a_model_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran = tmp_path / "ran"
+    (tmp_path / "evil.py").write_text(f"open({str(ran)!r}, 'w')\nraise SystemExit('remote code ran')\n")
+    names = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "evil", "auto_map": names, "architectures": ["EvilForCausalLM"]}))
+    monkeypatch.setattr("builtins.input", lambda *_: "y")  # transformers asks at a terminal
+    with pytest.raises(ValueError):
+        fxoffload.from_pretrained(tmp_path)
+    with pytest.raises(ValueError):
+        fxoffload.plan(tmp_path, (2, 16), device_budget="600KiB")
+    assert not ran.exists()

@@ -4,7 +4,7 @@ import pytest
 import transformers
 from packaging.version import Version
 from runs import FRACTIONS, Row, fault, rows
-from zoo import FAMILIES
+from zoo import FAMILIES, _bf16, _lora, llama
 
 from fxoffload.testing.simulated_device import SimulatedDevice
 
@@ -44,3 +44,20 @@ def test_five_steps_are_bit_equal_to_plain_pytorch_at_every_budget(family: str, 
 def test_five_steps_on_the_simulated_device_are_bit_equal_and_measure_what_was_predicted(
         family: str, fractions: tuple[float, ...], simulated_device: SimulatedDevice) -> None:
     check(list(rows(family, "fxsim", simulated_device, fractions)), fractions)
+
+
+# PEFT's other ways to train a part of a model, beside those that are families.
+_ADAPTERS = {
+    "rslora": {"use_rslora": True},
+    "modules_to_save": {"modules_to_save": ["lm_head"], "target_modules": ["q_proj", "down_proj"]},
+    "embedding": {"target_modules": ["embed_tokens", "v_proj"]},
+    "dropout_and_bias": {"lora_dropout": 0.1, "bias": "lora_only"},
+    "some_layers": {"layers_to_transform": [1], "target_modules": ["q_proj", "o_proj"]},
+}
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=pytest.mark.slow if kind in ("dropout_and_bias", "some_layers") else ()) for kind in _ADAPTERS])
+def test_other_adapters_are_bit_equal_at_a_tight_budget(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(FAMILIES, "adapters", lambda: _lora(_bf16(llama(intermediate_size=512)), **_ADAPTERS[kind]))  # type: ignore[arg-type]
+    check(list(rows("adapters", "cpu", fractions=(FRACTIONS[0], FRACTIONS[1]))), (FRACTIONS[0], FRACTIONS[1]))

@@ -12,6 +12,7 @@ import torch.fx as fx
 from fxoffload import ops, text
 from fxoffload.effects import Tier
 from fxoffload.graph import Role, info, name_of, output_of
+from fxoffload.liveness import Kind, is_view, liveness
 from fxoffload.plans import Bucket, Gather, Recompute, SwapIn, SwapOut
 from fxoffload.split import split
 from fxoffload.testing.golden import DEVICE
@@ -42,6 +43,23 @@ def test_the_lowered_step_saves_what_the_plan_says_and_nothing_else() -> None:
     graph = lowered()
     inputs = {name_of(n) for n in graph.find_nodes(op="placeholder")}
     assert tuple(n for n in split(graph).saved if n not in inputs) == samples.llama().plan.saved
+
+
+def test_a_parameter_is_saved_for_backward_as_a_whole_or_gathered_again_and_never_as_a_view() -> None:
+    graph = lowered()
+    live = liveness(graph, text.parse_bounds(samples.llama().after))
+    gathered = [s for s in live.first if s.kind is Kind.PARAMETER and s.tier is Tier.DEVICE and not s.is_input]
+    in_forward, in_backward = ({_fqn(s.name) for s in gathered if (live.first[s] > live.border) is late} for late in (False, True))
+    assert in_forward & in_backward, "no parameter is gathered in both halves: nothing says that saving was avoided"
+    nodes = {name_of(node): node for node in graph.nodes}
+    saved = [nodes[name] for name in split(graph).saved if set(live.of[nodes[name]]) & set(gathered)]
+    assert all(node.target is ops.wait for node in saved), saved
+    read = {node for node in graph.nodes for s in live.of.get(node, ()) if s in gathered and is_view(node) and node.target is not ops.wait}
+    assert read, "the step reads no parameter through a view"
+
+
+def _fqn(name: str) -> str:
+    return name.rpartition("@")[0]
 
 
 def test_every_gradient_of_a_host_parameter_is_returned_on_the_host() -> None:

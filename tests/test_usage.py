@@ -488,6 +488,53 @@ def test_twenty_cycles_leave_no_memory_threads_files_or_sessions(tmp_path: Any) 
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
+def test_a_thousand_steps_leave_memory_threads_and_files_as_they_were(tmp_path: Any) -> None:
+    process = psutil.Process()
+    model = compiled(Small(), torch.zeros(4, 16), device_budget="2KiB", disk_budget="1MiB", disk_dir=tmp_path)
+    optimizer = torch.optim.AdamW(model.parameters())
+    readings, resident = [], []
+    for step in range(1000):
+        model(torch.randn(1 + step % 4, 16)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step in (99, 549, 999):
+            gc.collect()
+            readings.append((process.num_threads(), process.num_fds(), model.fxoffload.meter.peak_bytes, len(gc.get_objects()) // 1000))
+            resident.append(process.memory_info().rss)
+    assert readings[1] == readings[2]
+    assert resident[2] - resident[1] < 1 << 20
+    model.fxoffload.close()
+
+
+_OPTIMIZERS: dict[str, Any] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True), "adam": lambda p: torch.optim.Adam(p, amsgrad=True),
+    "adagrad": torch.optim.Adagrad, "adadelta": torch.optim.Adadelta, "adamax": torch.optim.Adamax, "nadam": torch.optim.NAdam,
+    "radam": torch.optim.RAdam, "rmsprop": torch.optim.RMSprop, "asgd": torch.optim.ASGD, "rprop": torch.optim.Rprop,
+    "adafactor": torch.optim.Adafactor, "lbfgs": lambda p: torch.optim.LBFGS(p, max_iter=2),
+}
+
+
+@pytest.mark.parametrize("name", _OPTIMIZERS)
+def test_any_optimizer_of_torch_steps_as_on_the_plain_model(pair: Pair, name: str) -> None:
+    losses = []
+    for model in both(pair):
+        optimizer = _OPTIMIZERS[name](list(model.parameters()))
+        losses.append([])
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = model(**BATCHES[len(losses[-1]) % 3]).loss
+            loss.backward()
+            losses[-1].append(loss.item())
+            return loss.detach()
+
+        for _ in range(2):
+            optimizer.step(closure)
+    assert losses[0] == losses[1]
+    assert_same(*both(pair))
+
+
 def test_gradient_checkpointing_left_on_by_the_user_changes_nothing() -> None:
     case = llama(num_hidden_layers=1)
     case.model.gradient_checkpointing_enable()
