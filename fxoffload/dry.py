@@ -47,6 +47,8 @@ def _build(config: Any, quantization: Any) -> nn.Module:
         model = cls(config) if cls is not None else transformers.AutoModelForCausalLM.from_config(config)
         if quantizer is not None:
             quantizer.preprocess_model(model, device_map={"": "cpu"})
+    if hasattr(model, "tie_weights"):
+        model.tie_weights()  # accelerate made each tied parameter anew as it was registered
     if quantizer is not None:
         bitsandbytes.pack_without_weights(model, dtype)
         quantizer.postprocess_model(model)

@@ -12,6 +12,7 @@ import torch
 import torch.fx as fx
 
 from fxoffload import joint, ops
+from fxoffload.graph import Role, border_of, info, is_symbol, operands
 from fxoffload.liveness import is_view
 from fxoffload.pipeline import Context, Pass
 from fxoffload.text_words import expr_of
@@ -30,6 +31,7 @@ def run(graph: fx.Graph, ctx: Context) -> fx.Graph:
             _simplify(graph, node)
     _merge_duplicates(graph)
     graph.eliminate_dead_code(_is_impure)
+    _ask_sizes_at_once(graph)
     _getitems_follow_their_tuple(graph)
     joint.name_nodes(graph)
     return graph
@@ -60,6 +62,34 @@ def _whole_slice(node: fx.Node, source: fx.Node) -> bool:
 def _same_value(node: fx.Node, source: fx.Node) -> bool:
     a, b = node.meta.get("val"), source.meta.get("val")
     return isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and a.dtype == b.dtype
+
+
+def _ask_sizes_at_once(graph: fx.Graph) -> None:
+    """Moves every question for a size, and what is computed of sizes, to where its operands are there.
+
+    Tracing leaves those that backward needs at its beginning: there they would be readers of forward's values, and what is computed again
+    would all be computed again at once.
+    """
+    nodes = list(graph.nodes)
+    border = border_of(graph)
+    place = {node: i for i, node in enumerate(nodes)}
+    tangents = [i for i, node in enumerate(nodes) if info(node).role is Role.TANGENT]
+    n_inputs = sum(node.op == "placeholder" for node in nodes)
+    late = {node for node in nodes[tangents[0] : n_inputs]} if tangents and border is not None else set()
+    follow: dict[fx.Node, list[fx.Node]] = {}
+    for node in nodes:
+        if node.op != "call_function" or not is_symbol(node):
+            continue
+        if any(operand in late for operand in operands(node)):
+            late.add(node)
+        at = max((place[operand] for operand in operands(node)), default=place[node])
+        at = max(at, place[border] if node in late and border is not None else n_inputs - 1)
+        if 0 <= at < place[node]:
+            place[node] = at
+            follow.setdefault(nodes[at], []).append(node)
+    for anchor, moved in follow.items():
+        for node in reversed(moved):
+            anchor.append(node)
 
 
 def _replace(graph: fx.Graph, node: fx.Node, source: fx.Node) -> None:

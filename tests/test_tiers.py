@@ -18,7 +18,7 @@ import torch
 from loops import assert_same, train
 import zoo
 from torch import nn
-from zoo import Case, tokens
+from zoo import FAMILIES, Case, tokens
 
 import fxoffload
 from fxoffload import text
@@ -293,6 +293,20 @@ def test_a_plan_made_without_weights_replays_on_the_real_model(device: str, tmp_
     if device == "cpu":
         assert losses == train(plain, BATCHES)
         assert_same(plain, model)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "t5"])
+def test_a_plan_from_a_config_ties_what_the_model_ties_and_replays_on_it(family: str) -> None:
+    case = FAMILIES[family]()
+    config = case.model.config
+    config.architectures = [type(case.model).__name__]
+    spec = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in case.batch.items()}
+    budget = int(fxoffload.plan(case.model, case.batch, device_budget="1GiB", machine="cpu").predicted.device_peak_bytes * 0.6)
+    plan = fxoffload.plan(config, spec, device_budget=budget, machine="cpu")
+    assert {r.value for r in plan.residency} <= {name for name, _ in case.model.named_parameters()}
+    model = compiled(case, budget, plan=plan, replan=False)
+    assert train(model, [case.batch]) and model.fxoffload.plan == plan
+    model.fxoffload.close()
 
 
 def test_a_plan_with_residents_is_refused_where_the_device_cannot_hold_them(simulated_device: SimulatedDevice) -> None:
