@@ -161,7 +161,7 @@ def measure(row: Row, lock: str | None) -> dict[str, Any]:
     hashes = {"plan": hashlib.sha256(raw).hexdigest()[:16], "machine": hashlib.sha256(machine_file().read_bytes()).hexdigest()[:16]}
     print(row.name, hashes, flush=True)
     known: Plan = plan_from(json.loads(lzma.decompress(raw)), row.name)
-    with alone(None if lock is None else lock + ".load"):
+    with alone(None if lock is None or row.trained == "4bit" else lock + ".load"):  # packing takes long, and many may do it at once
         model = model_of(row)
         torch.cuda.empty_cache()
     budget = parse_bytes(row.budget)
@@ -226,6 +226,8 @@ def table(rows: list[dict[str, Any]]) -> dict[str, Any]:
         print(f"{row['row']:24s} predicted {row['predicted_s']:.4f} s measured {row['measured_s']:.4f} s {row['seconds_off']:+7.1%}   "
               f"predicted {row['predicted_bytes'] / 2**30:6.2f} reserved {row['reserved_bytes'] / 2**30:6.2f} GiB {row['bytes_off']:+6.2%}")
     ran = [row for row in rows if "error" not in row]
+    if not ran:
+        return {"rows": len(rows), "ran": 0}
     said = {
         "rows": len(rows), "ran": len(ran), "median_seconds_off": statistics.median(abs(r["seconds_off"]) for r in ran),
         "most_seconds_off": max(abs(r["seconds_off"]) for r in ran), "median_bytes_off": statistics.median(abs(r["bytes_off"]) for r in ran),
