@@ -191,10 +191,9 @@ class Planning:
         lowered = REWRITES(Footprint.planned(self.machine)).run(graph, replace(context, plan=known), dumps)
         if self.dump_dir is not None:
             self.plan.save(self.dump_dir / "plan.json")
-        # As sets: where sizes are symbols, backward asks for them, and reads what is saved in another order.
-        others = set(saved_of(lowered)) ^ set(known.saved)
-        if others:
-            raise PlanError(f"{known.label}: the graph saves other values than the plan says: {sorted(others)[:4]}")
+        saved = saved_of(lowered)
+        if saved != known.saved:
+            raise PlanError(f"{known.label}: the graph saves other values than the plan says: {sorted(set(saved) ^ set(known.saved))[:4]}")
         return lowered
 
     def _context(self, bounds: Bounds) -> Context:

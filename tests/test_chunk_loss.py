@@ -165,17 +165,10 @@ def error(got: torch.Tensor, exact: torch.Tensor) -> float:
 def assert_as_near(
     ours: Mapping[str, torch.Tensor], plain: Mapping[str, torch.Tensor], exact: Mapping[str, torch.Tensor], units: int = 4,
 ) -> None:
-    """Relative errors of ours at most twice plain's, or some units of fp32. Where the truth is zero up to the units of the largest
-    gradient, as a query's is that sees one key, so is ours."""
     assert ours.keys() == plain.keys() == exact.keys()
-    unit = torch.finfo(torch.float32).eps
-    zero = unit * max(float(value.norm()) for value in exact.values())
     for name, value in exact.items():
         assert ours[name].dtype is plain[name].dtype
-        if value.norm() < zero:
-            assert ours[name].double().norm() <= units * zero, name
-        else:
-            assert error(ours[name], value) <= max(2 * error(plain[name], value), units * unit), name
+        assert error(ours[name], value) <= max(2 * error(plain[name], value), units * torch.finfo(torch.float32).eps), name
 
 
 def lowered_bytes(model: Any, label: str = "train") -> dict[str, int]:
@@ -232,13 +225,13 @@ def test_a_batch_of_nothing_but_ignored_labels_gives_what_plain_pytorch_gives() 
 
 def test_batches_of_other_sizes_run_on_the_same_capture_even_with_fewer_rows_than_chunks() -> None:
     setting = llama()
-    shapes = [(4, 64), (3, 50), (2, 64), (4, 7), (2, 2)]
+    shapes = [(4, 64), (3, 50), (2, 64), (4, 7), (2, 3)]
     settings = [replace(setting, batch=batch_of(*shape, seed=i)) for i, shape in enumerate(shapes)]
     exact = [exact_step(one) for one in settings]
     plain = [step(copy.deepcopy(setting.model), one) for one in settings]
     model = compiled(setting, refused_budget("llama"))
     (chunk,) = [d for d in model.fxoffload.plan.decisions if isinstance(d, Chunk)]
-    assert chunk.chunks > 2 * 2
+    assert chunk.chunks > 2 * 3  # of two tokens the second sees no target: gradients of queries would be rounding alone
     before = model.fxoffload.router.captures
     for one, near, truth in zip(settings, plain, exact):
         # A chunk of one row is multiplied by another kernel, whose sums of 2048 terms are in an order of their own.
