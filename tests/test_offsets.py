@@ -145,7 +145,8 @@ def test_steps_that_are_open_at_once_and_a_graph_that_is_kept_have_memory_of_the
 
 @pytest.mark.integration
 @pytest.mark.usefixtures("by_offsets")
-@pytest.mark.parametrize("family", ["gpt2", *(pytest.param(f, marks=pytest.mark.slow) for f in ("lora_bf16", "bert", "t5", "mamba", "qwen3_moe", "autocast"))])
+@pytest.mark.parametrize("family", [
+    "gpt2", *(pytest.param(f, marks=pytest.mark.slow) for f in ("lora_bf16", "bert", "t5", "mamba", "qwen3_moe", "autocast"))])
 def test_five_steps_in_an_arena_are_bit_equal_and_take_what_was_predicted(family: str, simulated_device: SimulatedDevice) -> None:
     found: list[Row] = list(rows(family, "fxsim", simulated_device, (1.0, 0.5)))
     for row in found:
