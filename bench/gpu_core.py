@@ -2,7 +2,7 @@
 
     python bench/gpu_core.py exactness|8b [--layers N] [--budgets 24GiB,12GiB] [--numerics bitwise] [--lock FILE] [--out FILE]
 
-With --lock several processes may share a card: they compile beside each other and measure one after the other. Weights are random in
+With --lock several processes may share a card: they compile beside each other and measure one after the other, alone. Weights are random in
 real shapes. Every figure is measured in this process: reserved bytes by the caching allocator under a hard cap of the budget, seconds
 by the wall clock between synchronizations.
 """
@@ -141,13 +141,13 @@ def jolt(model: nn.Module) -> None:
 
 
 @contextlib.contextmanager
-def alone(lock: str | None) -> Iterator[None]:
-    """Inside, no other process measures that has the same lock file."""
+def alone(lock: str | None, others: bool = False) -> Iterator[None]:
+    """Inside, no other process measures that has the same lock file; with `others` those that compile, and ask so, may be inside too."""
     if lock is None:
         yield
         return
     with open(lock, "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        fcntl.flock(file, fcntl.LOCK_SH if others else fcntl.LOCK_EX)
         yield
 
 

@@ -7,7 +7,8 @@
 A row is a model, what of it is trained, a batch and a budget. `measure` prints the hashes of the plan and of the machine file before it
 loads a model, compiles with `plan=` and `replan=False`, and runs under a hard cap of the budget: three steps to warm up, two of them with
 the optimizer's, then the median of seven of forward and backward. With --lock several processes may share a card: they compile beside
-each other and measure one after the other. Weights are random in real shapes; the machine file was measured on none of these models.
+each other, and when none does any more they measure one after the other. Weights are random in real shapes; the machine file was measured
+on none of these models.
 """
 
 from __future__ import annotations
@@ -136,13 +137,13 @@ def folder_of(size: str) -> Path:
 
 
 def model_of(row: Row) -> Any:
-    """The row's model with random weights, on the CPU."""
+    """The row's model with random weights, on the CPU; 4-bit weights are packed on the card, which takes seconds instead of minutes."""
     import peft
     import torch
     import transformers
 
-    packed = {"quantization_config": quantization(), "device_map": {"": "cpu"}} if row.trained == "4bit" else {}
-    model = transformers.LlamaForCausalLM.from_pretrained(folder_of(row.size), dtype=torch.bfloat16, **packed)
+    packed = {"quantization_config": quantization(), "device_map": {"": 0}} if row.trained == "4bit" else {}
+    model = transformers.LlamaForCausalLM.from_pretrained(folder_of(row.size), dtype=torch.bfloat16, **packed).to("cpu")
     torch.manual_seed(1)
     return (model if row.trained == "full" else peft.get_peft_model(model, lora())).train()
 
@@ -161,13 +162,15 @@ def measure(row: Row, lock: str | None) -> dict[str, Any]:
     hashes = {"plan": hashlib.sha256(raw).hexdigest()[:16], "machine": hashlib.sha256(machine_file().read_bytes()).hexdigest()[:16]}
     print(row.name, hashes, flush=True)
     known: Plan = plan_from(json.loads(lzma.decompress(raw)), row.name)
-    with alone(None if lock is None or row.trained == "4bit" else lock + ".load"):  # packing takes long, and many may do it at once
+    ids = torch.randint(0, 128256, row.shape, generator=torch.Generator().manual_seed(0))
+    budget = parse_bytes(row.budget)
+    with alone(lock, others=True):
         model = model_of(row)
         torch.cuda.empty_cache()
-    budget = parse_bytes(row.budget)
-    torch.cuda.set_per_process_memory_fraction(budget / torch.cuda.get_device_properties(0).total_memory)
-    ids = torch.randint(0, 128256, row.shape, generator=torch.Generator().manual_seed(0))
-    fxoffload.compile(model, {"input_ids": ids, "labels": ids}, device="cuda", device_budget=budget, plan=known, replan=False)
+        torch.cuda.set_per_process_memory_fraction(budget / torch.cuda.get_device_properties(0).total_memory)
+        started = time.perf_counter()
+        fxoffload.compile(model, {"input_ids": ids, "labels": ids}, device="cuda", device_budget=budget, plan=known, replan=False)
+        compiled_s = time.perf_counter() - started
     data = {"input_ids": ids.cuda(), "labels": ids.cuda()}
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4)
     with alone(lock):
@@ -189,7 +192,7 @@ def measure(row: Row, lock: str | None) -> dict[str, Any]:
             "row": row.name, **asdict(row), "sha256": hashes, "predicted_s": predicted.step_s, "measured_s": statistics.median(seconds[WARM:]),
             "all_s": seconds, "budget_bytes": budget, "predicted_bytes": predicted.device_peak_bytes,
             "reserved_bytes": torch.cuda.max_memory_reserved(), "allocator_retries": torch.cuda.memory_stats()["num_alloc_retries"],
-            "losses": losses, "decisions": known.count(),
+            "compile_s": compiled_s, "captures": model.fxoffload.router.captures, "losses": losses, "decisions": known.count(),
             "moved_bytes_per_step": {k: v / (WARM + TIMED) for k, v in model.fxoffload.engine.moved_bytes.items()},
         }
         model.fxoffload.close()

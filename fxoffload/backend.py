@@ -160,7 +160,8 @@ class _Step:
         bounds = self._bounds(graph)
         context = Context(
             bounds=bounds, device_budget_bytes=self.options.device_budget_bytes, device=self.device,
-            swap_tier=Tier.PINNED if self.pinned else Tier.PAGEABLE, workspace=Workspace(bounds, self.device.type),
+            swap_tier=Tier.PINNED if self.pinned else Tier.PAGEABLE,
+            workspace=Workspace(bounds, self.device.type, self.machine.multiprocessors),
         )
         graph = get_pass("canonicalize").run(graph, context)  # type: ignore[assignment]
         parameters = self._parameters(graph, context.bounds)

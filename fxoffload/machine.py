@@ -29,6 +29,7 @@ class Machine:
 
     `optimizer_params_per_s`: AdamW's rate by place ("device", "host") and "fused_fp32", "foreach_bf16", ... `overhead_bytes`: device
     bytes that no graph value owns (library workspaces); `context_bytes`: what the driver takes outside the allocator.
+    `multiprocessors`: how many the card has, on which some kernels' workspace depends.
     `overlaps`: transfers run beside compute. `source`: where the numbers come from; `datasheet`: derived, not measured.
     """
 
@@ -40,6 +41,7 @@ class Machine:
     device_capacity_bytes: int | None
     overlaps: bool
     allocation_bytes: int
+    multiprocessors: int | None
     matrix: Mapping[str, MatrixRate]
     attention: tuple[AttentionRate, ...]
     memory: Mapping[str, Curve]
@@ -127,8 +129,9 @@ def _read(section: Section) -> Machine:
     return Machine(
         name=section.text("name"), source=section.text("source"), datasheet=datasheet, measured=rates_reader.measured(section),
         device_type=section.text("device_type"), device_capacity_bytes=section.maybe_whole("device_capacity_bytes", _LEAST_CAPACITY_BYTES),
-        overlaps=section.flag("overlaps"), allocation_bytes=section.whole("allocation_bytes", 1), matrix=rates.matrix,
-        attention=rates.attention, memory=rates.memory, transfers=rates.transfers, dispatch_s=rates.dispatch_s,
+        overlaps=section.flag("overlaps"), allocation_bytes=section.whole("allocation_bytes", 1),
+        multiprocessors=section.maybe_whole("multiprocessors"), matrix=rates.matrix, attention=rates.attention, memory=rates.memory,
+        transfers=rates.transfers, dispatch_s=rates.dispatch_s,
         contention=rates_reader.contention(section), optimizer_params_per_s=rates_reader.optimizers(section),
         host=rates_reader.host(section), overhead_bytes=section.whole("overhead_bytes"),
         context_bytes=section.maybe_whole("context_bytes"), notes=section.lines("notes"),

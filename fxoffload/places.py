@@ -46,6 +46,13 @@ class Places:
         bitsandbytes.follow_weights(self.model)
         return any([*moved, *self._move_buffers(self.device)])
 
+    def reside(self, resident: frozenset[str]) -> None:
+        """Puts the parameters named `resident` on the device. Dynamo's guards say where tensors are: this comes before they are made."""
+        for name, parameter in named_weights(self.model):
+            if name in resident:
+                _move(parameter, self.device)
+        bitsandbytes.follow_weights(self.model)
+
     def settle_constants(self) -> None:
         """Puts all buffers on the device: capture must see them where they will be."""
         self._move_buffers(self.device)

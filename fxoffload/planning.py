@@ -201,7 +201,7 @@ class Planning:
         device_type = self.device.type if self.device.type != "cpu" else self.machine.device_type
         return Context(
             bounds=bounds, device_budget_bytes=self.budgets.device_bytes, device=self.device, swap_tier=self._host_tier(),
-            workspace=Workspace(bounds, device_type),
+            workspace=Workspace(bounds, device_type, self.machine.multiprocessors),
         )
 
     def _host_tier(self) -> Tier:

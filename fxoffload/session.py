@@ -129,8 +129,9 @@ class Session:
         gm.recompile()
         methods: tuple[Callable[..., Any], ...] = (
             self._compile_half, self._compile_backward, self._compile_inference, self._partition)
-        compiler = aot_backend(*map(WeakBackend, methods))
-        return compiler(gm, example_inputs)  # type: ignore[no-any-return]
+        run = aot_backend(*map(WeakBackend, methods))(gm, example_inputs)
+        self.places.reside(self.planning.resident or frozenset())
+        return run  # type: ignore[no-any-return]
 
     def _partition(self, joint: fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, **_: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         step = step_graph(joint.graph, self._refs, num_fwd_outputs)

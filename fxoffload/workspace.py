@@ -7,6 +7,7 @@ run on fake tensors under a mode that counts live bytes; the few ATen ops have a
 
 from __future__ import annotations
 
+import functools
 import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -24,13 +25,18 @@ from .products import add_product, converted_bytes
 from .torch_compat import without_modes
 
 _aten = torch.ops.aten
+_MOST_MULTIPROCESSORS = 170
 
 
 class Workspace:
-    """A function of a node: its workspace in bytes at `bounds` on a device type. Remembers what it has computed."""
+    """A function of a node: its workspace in bytes at `bounds` on a device type. Remembers what it has computed.
 
-    def __init__(self, bounds: Bounds, device_type: str) -> None:
+    `multiprocessors`: of the card; None is taken for as many as any has that the shipped machine files know.
+    """
+
+    def __init__(self, bounds: Bounds, device_type: str, multiprocessors: int | None = None) -> None:
         self.bounds, self.device_type = bounds, device_type
+        self.multiprocessors = multiprocessors or _MOST_MULTIPROCESSORS
         self._known: dict[object, int] = {}
 
     def __call__(self, node: fx.Node) -> int:
@@ -50,6 +56,10 @@ class Workspace:
             return _linear_8bit_on_cpu if self.device_type == "cpu" else _linear_8bit
         if target is add_product:
             return None if self.device_type == "cuda" else converted_bytes
+        if self.device_type == "cuda" and target in _SUMS:
+            return functools.partial(_partial_sums, self.multiprocessors)
+        if self.device_type == "cuda" and target in _CUDA_FORMULAS:
+            return _CUDA_FORMULAS[target]
         return _FORMULAS.get(target) or _NAMED.get(str(target))
 
     def _concrete(self, value: object) -> object:
@@ -65,7 +75,7 @@ class Workspace:
 
     def _composed(self, target: object, kernel: Callable[..., Any], args: tuple[Any, ...]) -> int:
         if target not in _DROPOUTS and _has_attention_kernel(self.device_type, args):
-            fused = _fused_backward_bytes(*args[1:4]) if target is neutral.attention_backward and self.device_type == "cuda" else 0
+            fused = _fused_backward_bytes(*args[1:4], self.multiprocessors) if target is neutral.attention_backward and self.device_type == "cuda" else 0
             return _bias_bytes(args) + fused
         with without_modes(), FakeTensorMode(), LiveBytes() as live:
             operands = tree_map(self._fake, args)
@@ -140,11 +150,7 @@ def _bias_bytes(args: tuple[Any, ...]) -> int:
     return sum(m.numel() * (query.element_size() + 1) for m in masks)
 
 
-# As many multiprocessors as the largest card has that the shipped machine files know: a deterministic backward keeps one sum for each.
-_MULTIPROCESSORS = 148
-
-
-def _fused_backward_bytes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> int:
+def _fused_backward_bytes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, multiprocessors: int) -> int:
     """What a fused backward sums in: the query's gradient in fp32, two numbers per row, and where heads share keys and values their gradients
     per query head (seen of cuDNN in bf16 on an H200, torch 2.11; rows in blocks of 128). Under deterministic algorithms the flash kernel runs
     instead: it keeps several sums of the query's gradient, fewer the more heads there are."""
@@ -152,12 +158,8 @@ def _fused_backward_bytes(query: torch.Tensor, key: torch.Tensor, value: torch.T
     rows = batch * heads * -(-length // 128) * 128
     shared = key.shape[1] != heads
     per_head = batch * heads * -(-key.shape[2] // 128) * 128 * (key.shape[3] + value.shape[3]) * query.element_size()
-    sums = -(-_multiprocessors() // (batch * heads)) if _is_deterministic() else 1
+    sums = -(-multiprocessors // (batch * heads)) if _is_deterministic() else 1
     return rows * (sums * width + 2) * 4 + shared * per_head
-
-
-def _multiprocessors() -> int:
-    return torch.cuda.get_device_properties().multi_processor_count if torch.cuda.is_available() else _MULTIPROCESSORS
 
 
 def _is_deterministic() -> bool:
@@ -193,6 +195,46 @@ def _logsumexp(src: torch.Tensor, dim: list[int], *_: object) -> int:
 
 def _embedding(weight: torch.Tensor, indices: torch.Tensor, *_: object) -> int:
     return 0 if indices.is_contiguous() else indices.numel() * indices.element_size()
+
+
+def _embedding_backward(grad: torch.Tensor, indices: torch.Tensor, n_weights: int, *_: object) -> int:
+    """Of many indices: sorted with where they were, where the runs of equal ones and their parts begin, and in fp32 a sum for every part
+    (at most ten of a run's gradients; PyTorch's EmbeddingBackwardKernel.cu). Few are added up as they come."""
+    n = indices.numel()
+    if n <= 3072:
+        return 0
+    parts = n // 10 + min(n, n_weights)
+    return parts * -(-grad.shape[-1] // 32) * 32 * max(4, grad.element_size()) + 6 * n * 8
+
+
+def _partial_sums(multiprocessors: int, src: torch.Tensor, dims: list[int] | None = None, *_: object) -> int:
+    """A sum over rows whose columns lie side by side is shared by many blocks when it is long; each keeps what it has summed, in fp32, for
+    every thread's columns and once more for every thread (PyTorch's Reduce.cuh). A sum along the columns keeps next to nothing."""
+    summed = {d % src.ndim for d in dims} if dims and src.ndim else set(range(src.ndim))
+    kept = [d for d in range(src.ndim) if d not in summed]
+    if not src.numel() or not kept or src.stride(kept[-1]) != 1:
+        return 0
+    columns = math.prod(src.shape[d] for d in kept)
+    rows = src.numel() // columns
+    vector = next(v for v in (4, 2, 1) if src.shape[kept[-1]] % v == 0)
+    width = min(_power_of_2(src.shape[kept[-1]] // vector), 32)
+    height = min(_power_of_2(rows), 512 // vector // width)
+    rows_per_thread = -(-rows // height)
+    blocks = -(-columns // (vector * width))
+    at_once = multiprocessors * (_THREADS_PER_MULTIPROCESSOR // (width * height))
+    if rows_per_thread < 256 or blocks > at_once:
+        return 0
+    shares = max(min(-(-at_once // blocks), -(-rows_per_thread // 16)), -(-rows_per_thread // 256))
+    return max(4, src.element_size()) * columns * shares * width * vector if shares > 1 else 0
+
+
+# The most that any card has.
+_THREADS_PER_MULTIPROCESSOR = 2048
+
+
+def _power_of_2(n: int) -> int:
+    """The largest that is not above `n`."""
+    return 1 << max(n.bit_length() - 1, 0)
 
 
 def _index(src: torch.Tensor, indices: list[torch.Tensor | None]) -> int:
@@ -233,6 +275,8 @@ def _gemm_4bit(src: torch.Tensor, weight: torch.Tensor, shape: list[int], absmax
     return max(2 * scales, scales + math.prod(shape) * src.element_size())
 
 
+_SUMS = frozenset({_aten.sum.dim_IntList, _aten.mean.dim})
+_CUDA_FORMULAS: Mapping[object, Callable[..., int]] = {_aten.embedding_dense_backward.default: _embedding_backward}
 _NAMED: Mapping[str, Callable[..., int]] = {"bitsandbytes.gemm_4bit.default": _gemm_4bit}
 _FORMULAS: Mapping[object, Callable[..., int]] = {
     _aten._safe_softmax.default: _safe_softmax,

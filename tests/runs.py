@@ -183,7 +183,7 @@ def op_alone_bytes(session: Session) -> Callable[[str], int]:
     graph = session.graphs["train"]
     bounds = graph.output_node().meta[text.BOUNDS]
     live = liveness(graph, bounds)
-    nodes, workspace = by_name(graph), Workspace(bounds, session.options.device.type)
+    nodes, workspace = by_name(graph), Workspace(bounds, session.options.device.type, session.planning.machine.multiprocessors)
     inputs = {s for s in live.first if s.is_input and s.tier is Tier.DEVICE}
 
     def alone(name: str) -> int:

@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxoffload import neutral
-from fxoffload.workspace import _fused_backward_bytes, _multiprocessors
+from fxoffload.workspace import _fused_backward_bytes
 
 CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA card")])
 
@@ -125,7 +125,7 @@ def test_a_fused_backward_takes_no_more_for_itself_than_is_planned(shape: tuple[
             torch.cuda.synchronize()
             taken = torch.cuda.memory_stats()["requested_bytes.all.peak"] - before - sum(one.nbytes for one in gradients)
             del gradients
-    planned = _fused_backward_bytes(query, key, value)
+    planned = _fused_backward_bytes(query, key, value, torch.cuda.get_device_properties().multi_processor_count)
     assert taken <= planned + 64 * 1024
 
 
@@ -133,6 +133,6 @@ def test_a_fused_backward_takes_no_more_for_itself_than_is_planned(shape: tuple[
 def test_a_deterministic_backward_is_planned_with_a_sum_for_each_multiprocessor_that_heads_leave_idle(deterministic: bool) -> None:
     few, many = (torch.empty(1, heads, 256, 64, dtype=torch.bfloat16, device="meta") for heads in (4, 1024))
     rows = 4 * 256
-    sums = -(-_multiprocessors() // 4) if deterministic else 1
-    assert _fused_backward_bytes(few, few, few) == rows * (sums * 64 + 2) * 4
-    assert _fused_backward_bytes(many, many, many) == 1024 * 256 * (64 + 2) * 4
+    sums = 132 // 4 if deterministic else 1
+    assert _fused_backward_bytes(few, few, few, 132) == rows * (sums * 64 + 2) * 4
+    assert _fused_backward_bytes(many, many, many, 132) == 1024 * 256 * (64 + 2) * 4

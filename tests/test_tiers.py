@@ -25,6 +25,7 @@ from fxoffload import text
 from fxoffload.api import captured, planning_options
 from fxoffload.effects import Tier
 from fxoffload.machine import default_machine
+from fxoffload.places import Places
 from fxoffload.plans import Gather, Plan
 from fxoffload.study import Study
 from fxoffload.testing.simulated_device import SimulatedDevice
@@ -343,3 +344,23 @@ def test_a_packed_weight_and_its_scales_are_gathered_like_any_parameter() -> Non
     assert plain[1].weight.grad is not None
     assert_same(plain, model)
     model.fxoffload.close()
+
+
+@pytest.mark.parametrize(("kind", "when", "captures"), [("llama", "planned", 1), ("lora", "planned", 1), ("lora", "later", 2)])
+def test_guards_are_made_where_parameters_reside(kind: str, when: str, captures: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A CPU tensor cannot move to another device here: one that is a negative view differs from it by a dispatch key too.
+    def move(model: nn.Module) -> None:
+        for parameter in model.parameters():
+            parameter.data = torch._neg_view(parameter.data.neg())
+
+    case = MAKE[kind]()
+    nothing = lambda *_: False  # noqa: E731 - these would put them back
+    monkeypatch.setattr(Places, "settle", nothing)
+    monkeypatch.setattr(Places, "house", nothing)
+    monkeypatch.setattr(Places, "reside", (lambda places, resident: move(places.model)) if when == "planned" else nothing)
+    session = compiled(case, DEVICE[kind], host_budget="1GiB").fxoffload
+    if when == "later":
+        move(case.model)
+    session.router.capture((), dict(case.batch))
+    assert session.router.captures == captures
+    session.close()
