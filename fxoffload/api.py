@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from .capture import batch_tensors
+from .depth import from_shallow_captures
 from .dry import is_shape, model_without_weights, sample_batch
 from .errors import PlanError
 from .free import device_bytes, host_bytes
@@ -20,6 +21,7 @@ from .integrations.synthetic import with_images
 from .machine import Machine, default_machine, load_machine
 from .optimizer_states import optimizer_states
 from .pins import Pin
+from .planning import CapturedStep
 from .plans import Plan
 from .router import DIMENSIONS
 from .session import Options, Session
@@ -158,11 +160,27 @@ def planning_options(
 
 @contextmanager
 def captured(model: nn.Module, batch_or_spec: Any, options: Options, machine: Machine) -> Iterator[Session]:
-    """A Session that has captured the step of a batch and planned nothing yet; the model is as it was afterwards."""
-    with closing(Session(model, options, machine, None)) as session:
-        args, kwargs = as_call(sample_batch(batch_or_spec, model))
-        with heap_at_rest():
+    """A Session that has captured the step of a batch and planned nothing yet; the model is as it was afterwards.
+
+    A deep model of equal blocks is not traced whole (`depth`).
+    """
+    args, kwargs = as_call(sample_batch(batch_or_spec, model))
+
+    def capture() -> CapturedStep:
+        # Pins and dumps are of the whole model.
+        with closing(Session(model, replace(options, pins=(), dump_dir=None), machine, None)) as session, heap_at_rest():
             session.router.capture(args, kwargs)
+            assert session.captured is not None, "nothing was captured"
+            return session.captured
+
+    with heap_at_rest():
+        step = from_shallow_captures(model, capture)
+    with closing(Session(model, options, machine, None)) as session:
+        if step is None:
+            with heap_at_rest():
+                session.router.capture(args, kwargs)
+        else:
+            session.captured = step
         yield session
 
 

@@ -55,7 +55,6 @@ def _gather_setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> No
     ctx.home_device = inputs[0].device
 
 
-gather = torch.ops.fxo.gather
 torch.library.register_autograd("fxo::gather", _gather_backward, setup_context=_gather_setup)
 
 
@@ -72,11 +71,9 @@ def plain_forward(module: nn.Module) -> Callable[..., Any]:
     return plain_class(type(module)).forward.__get__(module)  # type: ignore[attr-defined, no-any-return]
 
 
-def swapped_class(
-    cls: type[nn.Module], names: tuple[str, ...], root: bool, home: Home, overrides: Mapping[str, Any] | None = None
-) -> type[nn.Module]:
+def swapped_class(cls: type[nn.Module], names: tuple[str, ...], root: bool, overrides: Mapping[str, Any] | None = None) -> type[nn.Module]:
     """The subclass of `cls` whose attributes `names` are gathered; `root` also routes `forward`, `overrides` replace others."""
-    namespace: dict[str, Any] = {name: _parameter_property(name, home) for name in names}
+    namespace: dict[str, Any] = {name: _parameter_property(name) for name in names}
     namespace.update({
         _PLAIN: cls,
         "__module__": cls.__module__,
@@ -100,13 +97,15 @@ def _has_device(cls: type) -> bool:
     return isinstance(getattr(cls, "device", None), property)
 
 
-def _parameter_property(name: str, home: Home) -> property:
-    # Dynamo follows this once for every parameter that is read: it is short, and says first what holds then.
+def _parameter_property(name: str) -> property:
     def get(self: nn.Module) -> Any:
-        value = self._parameters.get(name)
-        if value is not None and home.active and (torch.compiler.is_compiling() or home.is_host or value.device != home.device):
-            return gather(value, home.device)
-        return value if value is not None else _not_swapped(self, name)
+        if name not in self._parameters:
+            return self.__dict__[name] if name in self.__dict__ else nn.Module.__getattr__(self, name)
+        value = self._parameters[name]
+        home = self.__dict__[HOME]
+        if value is None or not home.active or not home.is_host and value.device == home.device:
+            return value
+        return torch.ops.fxo.gather(value, home.device)
 
     def put(self: nn.Module, value: object) -> None:
         self.__dict__[name] = value
@@ -115,13 +114,6 @@ def _parameter_property(name: str, home: Home) -> property:
         del self.__dict__[name]
 
     return property(get, put, delete)
-
-
-def _not_swapped(self: nn.Module, name: str) -> Any:
-    """An attribute that is no parameter any more, or None."""
-    if name in self._parameters:
-        return None
-    return self.__dict__[name] if name in self.__dict__ else nn.Module.__getattr__(self, name)
 
 
 def _routed(cls: type[nn.Module]) -> Callable[..., Any]:
@@ -215,7 +207,7 @@ class ClassSwap:
                 raise ValueError("model: a part of it belongs to another compiled model; close that one first")
             found = True
             overrides = transformers.overrides(module, HOME) | bitsandbytes.overrides(module, HOME)
-            self._made.setdefault(key, swapped_class(*key, self.home, overrides))
+            self._made.setdefault(key, swapped_class(*key, overrides))
             self.originals[module] = plain
             module.__class__ = self._made[key]
             module.__dict__[HOME] = self.home

@@ -101,4 +101,4 @@ def test_an_embedding_s_gradient_takes_no_more_than_is_planned(
     found = taken(lambda: aten.embedding_dense_backward.default(*args))
     bound = planned(aten.embedding_dense_backward.default, *args)
     assert found <= bound + 64 * 1024
-    assert bound <= 1.1 * found + (1 << 20), "and not much more is planned than it takes"
+    assert bound <= 1.1 * found + (2 << 20), "and not much more is planned than it takes"
