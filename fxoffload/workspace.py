@@ -75,8 +75,8 @@ class Workspace:
 
     def _composed(self, target: object, kernel: Callable[..., Any], args: tuple[Any, ...]) -> int:
         if target not in _DROPOUTS and _has_attention_kernel(self.device_type, args):
-            fused = _fused_backward_bytes(*args[1:4], self.multiprocessors) if target is neutral.attention_backward and self.device_type == "cuda" else 0
-            return _bias_bytes(args) + fused
+            is_fused = target is neutral.attention_backward and self.device_type == "cuda"
+            return _bias_bytes(args) + (_fused_backward_bytes(args[1], args[2], args[3], self.multiprocessors) if is_fused else 0)
         with without_modes(), FakeTensorMode(), LiveBytes() as live:
             operands = tree_map(self._fake, args)
             live.restart()
