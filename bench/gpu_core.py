@@ -154,14 +154,15 @@ def alone(lock: str | None, others: bool = False) -> Iterator[None]:
 def eight_b(arguments: argparse.Namespace, budget: str) -> dict[str, Any]:
     """One run of the LoRA step of 8B shape inside `budget`."""
     layers, size, length = arguments.layers, arguments.batch, arguments.length
-    model = lora_model(layers, "cpu", {"bf16": torch.bfloat16, "fp32": torch.float32}[arguments.adapters])
-    forget()
-    total = torch.cuda.get_device_properties(0).total_memory
-    context = total - torch.cuda.mem_get_info()[0] if arguments.lock is None else None
-    torch.cuda.set_per_process_memory_fraction(parse_bytes(budget) / total)
-    started = time.perf_counter()
-    fxoffload.compile(model, batch(size, length, "cpu"), device="cuda", device_budget=budget, numerics=arguments.numerics)
-    compile_s = time.perf_counter() - started
+    with alone(arguments.lock, others=True):
+        model = lora_model(layers, "cpu", {"bf16": torch.bfloat16, "fp32": torch.float32}[arguments.adapters])
+        forget()
+        total = torch.cuda.get_device_properties(0).total_memory
+        context = total - torch.cuda.mem_get_info()[0] if arguments.lock is None else None
+        torch.cuda.set_per_process_memory_fraction(parse_bytes(budget) / total)
+        started = time.perf_counter()
+        fxoffload.compile(model, batch(size, length, "cpu"), device="cuda", device_budget=budget, numerics=arguments.numerics)
+        compile_s = time.perf_counter() - started
     with alone(arguments.lock):
         return measured(model, arguments, budget) | {"compile_s": compile_s, "context_bytes": context}
 
@@ -234,7 +235,8 @@ def main() -> None:
     rows = []
     for budget in arguments.budgets.split(","):
         if arguments.what == "exactness":
-            rows.append(exactness(budget))
+            with alone(arguments.lock):
+                rows.append(exactness(budget))
         else:
             rows.append(eight_b(arguments, budget))
         print(json.dumps(rows[-1]), flush=True)
