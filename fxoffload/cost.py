@@ -12,7 +12,7 @@ from .effects import Channel, Tier
 from .graph import Bounds, info, op_name, tensor_bytes, tensors_in
 from .liveness import is_view, view_source
 from .machine import Machine
-from .rates import MatrixRate
+from .rates import INSTEAD, MatrixRate
 from .work import Work, touched_bytes, work_of
 
 __all__ = ["flops", "node_s", "optimizer_s", "seconds", "touched_bytes"]
@@ -67,7 +67,7 @@ def _kernel_s(work: Work, machine: Machine) -> float:
         return max(work.times * rate.product_s(*work.size) / share, work.n_bytes / machine.device_bytes_per_s)
     if work.kind.startswith("attention"):
         return max(_attention_s(work, machine), work.n_bytes / machine.device_bytes_per_s)
-    curve = machine.memory.get(work.kind)
+    curve = machine.memory.get(work.kind) or machine.memory.get(INSTEAD.get(work.kind, ""))
     if curve is not None:
         return curve.seconds(work.n_bytes)
     n_bytes = work.n_bytes * (_UNKNOWN_PASSES if work.kind == "unknown" else 1)

@@ -10,7 +10,9 @@ from itertools import product
 from .effects import Channel, Tier
 
 # Kinds of ops that are bound by memory, each with its own Curve over the bytes it reads and writes.
-MEMORY_KINDS = ("copy", "pointwise", "binary", "reduction", "softmax", "gather", "scatter")
+MEMORY_KINDS = ("copy", "widen", "pointwise", "binary", "mixed", "strided", "reduction", "softmax", "gather", "scatter")
+# What stands for a kind that a machine file does not have: files of before know no kernels that convert or step through memory.
+INSTEAD = {"widen": "copy", "mixed": "binary", "strided": "binary"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ import torch
 import torch.fx as fx
 
 from .graph import Bounds, op_name, tensor_bytes, tensors_in
+from .text_words import expr_of
 
 _DTYPE_WORDS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 _CREATED = frozenset(
@@ -19,6 +20,8 @@ _COPIES = frozenset(
     "_to_copy cat clone constant_pad_nd copy copy_ flip repeat roll select_backward "
     "select_scatter slice_backward slice_scatter stack".split()
 )
+# Those of one tensor, in its shape.
+_WHOLE_COPIES = frozenset({"_to_copy", "clone"})
 _REDUCTIONS = frozenset(
     "_fused_rms_norm _fused_rms_norm_backward all amax amin any argmax argmin linalg_vector_norm max mean min native_batch_norm "
     "native_batch_norm_backward native_group_norm native_group_norm_backward native_layer_norm native_layer_norm_backward prod sum var "
@@ -30,6 +33,7 @@ _SOFTMAXES = frozenset(
 )
 _GATHERS = frozenset("embedding gather index index_select".split())
 _SCATTERS = frozenset("_unsafe_index_put embedding_dense_backward index_add index_put scatter scatter_add".split())
+_UNPACKS = frozenset("dequantize_4bit dequantize_8bit dequantize_blockwise".split())  # bitsandbytes
 _DROPOUTS = frozenset("dropout dropout_backward native_dropout native_dropout_backward".split())
 
 
@@ -73,16 +77,45 @@ def touched_bytes(node: fx.Node, bounds: Bounds) -> int:
 
 
 def _kind(name: str, node: fx.Node) -> str:
-    if name in _CREATED or name in _COPIES:
+    if name in _CREATED:
         return "copy"
+    if name in _COPIES:
+        return _kind_of_copy(node) if name in _WHOLE_COPIES else "copy"
     for kind, names in (("reduction", _REDUCTIONS), ("softmax", _SOFTMAXES), ("gather", _GATHERS), ("scatter", _SCATTERS)):
         if name in names:
             return kind
     if name in _DROPOUTS:
         return "binary"
-    if torch.Tag.pointwise in getattr(node.target, "tags", ()):
-        return "pointwise" if len(node.all_input_nodes) < 2 else "binary"
-    return "unknown"
+    if name in _UNPACKS:
+        return "widen"
+    return _kind_of_pointwise(node) if torch.Tag.pointwise in getattr(node.target, "tags", ()) else "unknown"
+
+
+def _kind_of_copy(node: fx.Node) -> str:
+    source, result = (tensors_in(value)[0] for value in (node.all_input_nodes[0].meta.get("val"), node.meta["val"]))
+    if source.is_floating_point() and result.is_floating_point() and source.element_size() < result.element_size():
+        return "widen"
+    return "copy" if _lie_alike(source, result) else "strided"
+
+
+def _kind_of_pointwise(node: fx.Node) -> str:
+    """Kernels that convert an operand, or step through memory in another order than their result's, are slower than others."""
+    result = tensors_in(node.meta["val"])[0]
+    read = [v for o in node.all_input_nodes for v in tensors_in(o.meta.get("val")) if v.ndim]
+    if len({v.dtype for v in read if v.is_floating_point()}) > 1:
+        return "mixed"
+    if not all(_lie_alike(v, result) for v in read):
+        return "strided"
+    return "pointwise" if len(node.all_input_nodes) < 2 else "binary"
+
+
+def _lie_alike(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether the same steps lead through both; symbols as expressions, so that no guard is set."""
+    if a.ndim != b.ndim:
+        return False
+    sizes = [(expr_of(m), expr_of(n)) for m, n in zip(a.shape, b.shape)]
+    steps = [(expr_of(m), expr_of(n)) for m, n in zip(a.stride(), b.stride())]
+    return all(m == n and (n == 1 or s == t) for (m, n), (s, t) in zip(sizes, steps))
 
 
 def _moved_bytes(name: str, node: fx.Node, bounds: Bounds) -> int:

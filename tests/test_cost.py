@@ -17,7 +17,7 @@ from fxoffload.cost import flops, node_s, optimizer_s, seconds
 from fxoffload.effects import Channel
 from fxoffload.graph import Bounds, by_name
 from fxoffload.machine import Machine, load_machine, shipped_machines
-from fxoffload.rates import MEMORY_KINDS, Curve
+from fxoffload.rates import INSTEAD, MEMORY_KINDS, Curve
 from fxoffload.work import Work, work_of
 
 pytestmark = pytest.mark.unit
@@ -77,6 +77,27 @@ def test_an_op_has_the_kind_of_its_kernel(line: str, kind: str) -> None:
     lines = f"%x: f32[64,64] = input {{role=batch}}\n%z: f32[64,64] = input {{role=batch}}\n{used}%y: f32[64,64] = {line}\n"
     nodes, bounds = graph_of(lines, "%y, %u" if used else "%y")
     assert work_of(nodes["y"], bounds).kind == kind
+
+
+@pytest.mark.parametrize(("line", "kind"), [
+    ("f32[64,64] = aten._to_copy %n, dtype=f32", "widen"), ("bf16[64,64] = aten._to_copy %x, dtype=bf16", "copy"),
+    ("f32[64,64] = aten.add.Tensor %x, %n", "mixed"), ("f32[64,64] = aten.mul.Tensor %x, %r", "strided"),
+    ("f32[64,64] = aten.add.Tensor %x, %t", "strided"), ("f32[64,64;1,64] = aten.neg %t", "pointwise"),
+    ("f32[64,64] = aten.clone %t, memory_format=contiguous_format", "strided"), ("f32[64,64] = aten.mul.Tensor %x, %o", "binary"),
+])
+def test_a_kernel_that_converts_or_steps_is_of_a_kind_of_its_own(line: str, kind: str) -> None:
+    lines = (
+        "%x: f32[64,64] = input {role=batch}\n%n: bf16[64,64] = input {role=batch}\n%r: f32[64,1] = input {role=batch}\n"
+        f"%t: f32[64,64;1,64] = input {{role=batch}}\n%o: f32[] = input {{role=batch}}\n%y: {line}\n")
+    unused = [name for name in ("%x", "%n", "%r", "%t", "%o") if name not in line]
+    nodes, bounds = graph_of(lines, ", ".join(["%y", *unused]))
+    assert work_of(nodes["y"], bounds).kind == kind
+
+
+def test_a_machine_file_of_before_prices_new_kinds_by_others() -> None:
+    before = dataclasses.replace(H200, memory={kind: curve for kind, curve in H200.memory.items() if kind not in INSTEAD})
+    for kind, other in INSTEAD.items():
+        assert seconds(make_work(kind, "bf16", 512, 512), before) == seconds(make_work(other, "bf16", 512, 512), H200)
 
 
 KINDS = ["matrix", "attention_forward", "attention_backward", *MEMORY_KINDS, "unknown"]

@@ -91,6 +91,15 @@ def _moving(bench: Bench, kind: str, n_bytes: int) -> Act:
     if kind == "binary":
         left, right = bench.values(n // 3), bench.values(n // 3)
         return lambda: torch.add(left, right)
+    if kind == "mixed":  # fp32 and the training dtype, the result in fp32
+        left, right = bench.values(n_bytes // 10, dtype="fp32"), bench.values(n_bytes // 10, dtype="bf16")
+        return lambda: torch.add(left, right)
+    if kind == "strided":  # heads of 128 beside each other, times what all heads share
+        heads = bench.values(max(n // 2 // _ROW // 8, 1), 8, _ROW).transpose(0, 1)
+        return lambda: torch.mul(heads, heads[:1])
+    if kind == "widen":
+        narrow = bench.values(n_bytes // 6, dtype="bf16")
+        return narrow.float
     if kind == "reduction":
         wide = bench.values(max(n // _ROW, 1), _ROW)
         return lambda: wide.sum(-1)
