@@ -101,7 +101,7 @@ class Session:
         # Last: what can be refused is refused above, before the model is touched.
         if hasattr(model, "config"):
             transformers.register()
-            transformers.install_recorders(model)
+            transformers.install_recorders(model, {})
         self.home = Home(options.device)
         self.home.session = self
         self.input_hooks = transformers.InputHooks(model)

@@ -9,7 +9,7 @@ import pickle
 import random
 import signal
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,8 @@ import numpy as np
 import psutil
 import pytest
 import torch
+import transformers as tf
+import zoo
 from loops import assert_same, train
 from torch import nn
 from zoo import gpt2, llama, tokens
@@ -603,3 +605,38 @@ def test_a_frozen_parameter_that_is_thawed_trains_on_a_second_device_too(simulat
     assert_same(plain.to("cpu"), model)
     model.fxoffload.close()
     assert {p.device.type for p in model.parameters()} == {"cpu"}
+
+
+def recorded(model: Any, reference: Any, batch: dict[str, Any], field: str) -> None:
+    """One training step of both: loss, gradients and the recorded outputs are equal."""
+    ours, theirs = model(**batch), reference(**batch)
+    assert torch.equal(ours.loss, theirs.loss)
+    assert len(ours[field]) == len(theirs[field]) >= 2
+    assert all(torch.equal(a, b) for a, b in zip(ours[field], theirs[field]))
+    ours.loss.backward()
+    theirs.loss.backward()
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), reference.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(("kind", "field"), [
+    pytest.param("router", "router_logits", marks=pytest.mark.slow), ("hidden", "hidden_states"),
+    pytest.param("attentions", "attentions", marks=pytest.mark.slow)])
+def test_outputs_that_a_config_asks_for_are_recorded(kind: str, field: str) -> None:
+    configs: dict[str, Callable[[], Any]] = {
+        "router": lambda: tf.Qwen3MoeConfig(**zoo._sizes(
+            num_hidden_layers=2, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, output_router_logits=True)),
+        "hidden": lambda: tf.LlamaConfig(**zoo._sizes(num_hidden_layers=1, output_hidden_states=True)),
+        "attentions": lambda: tf.LlamaConfig(**zoo._sizes(output_attentions=True, attn_implementation="eager")),
+    }
+    case = zoo._causal(configs[kind]())
+    reference = copy.deepcopy(case.model)
+    with fxoffload.compile(case.model, case.batch, device="cpu", device_budget="16MiB").fxoffload as model:
+        recorded(model, reference, case.batch, field)
+
+
+def test_hidden_states_that_a_call_asks_for_are_recorded() -> None:
+    case = llama(num_hidden_layers=1)
+    reference = copy.deepcopy(case.model)
+    with fxoffload.compile(case.model, case.batch, device="cpu", device_budget="16MiB").fxoffload as model:
+        recorded(model, reference, {**case.batch, "output_hidden_states": True}, "hidden_states")
+        assert "hidden_states" not in model(**case.batch)

@@ -170,17 +170,30 @@ def _untouched(function: Any) -> Any:
     return types.FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
 
 
-def install_recorders(model: nn.Module) -> None:
-    """Gives the encoders inside a composite model the hooks that record hidden states now: they would come with the first forward,
-    under a lock that capture cannot take."""
+def install_recorders(model: nn.Module, kwargs: Mapping[str, Any]) -> None:
+    """Gives modules the hooks that record hidden states, attentions and router logits now: they would come with the first forward that
+    asks for any, under a lock that capture cannot take. Encoders inside a composite model record in every forward, others when the call's
+    `kwargs` or a config ask for it."""
     from transformers import PreTrainedModel
     from transformers.utils.output_capturing import maybe_install_capturing_hooks
 
     config: Any = model.config
     own = [config, config.get_text_config()] if hasattr(config, "get_text_config") else [config]
+    asked = asks_for_records(kwargs)
     for module in model.modules():
-        if isinstance(module, PreTrainedModel) and not any(module.config is c for c in own):
+        if isinstance(module, PreTrainedModel) and (
+            asked or _records_always(module.config) or not any(module.config is c for c in own)
+        ):
             maybe_install_capturing_hooks(module)
+
+
+def _records_always(config: Any) -> bool:
+    return asks_for_records(vars(config)) or bool(getattr(config, "output_attentions", False))
+
+
+def asks_for_records(options: Mapping[str, Any]) -> bool:
+    """Whether a call's arguments or a config ask for more than a model's last hidden state."""
+    return any(name.startswith("output_") and value for name, value in options.items())
 
 
 def overrides(module: nn.Module, home: str) -> dict[str, Any]:
