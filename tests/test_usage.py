@@ -618,9 +618,8 @@ def recorded(model: Any, reference: Any, batch: dict[str, Any], field: str) -> N
     assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), reference.parameters(), strict=True))
 
 
-@pytest.mark.parametrize(("kind", "field"), [
-    pytest.param("router", "router_logits", marks=pytest.mark.slow), ("hidden", "hidden_states"),
-    pytest.param("attentions", "attentions", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "field"), [("router", "router_logits"), ("hidden", "hidden_states"), ("attentions", "attentions")])
 def test_outputs_that_a_config_asks_for_are_recorded(kind: str, field: str) -> None:
     configs: dict[str, Callable[[], Any]] = {
         "router": lambda: tf.Qwen3MoeConfig(**zoo._sizes(
