@@ -256,11 +256,13 @@ def main() -> int:
         plan(rows)
         return 0
     if chosen.what == "measure":
+        from fxoffload.errors import PlanError
+
         results = []
         for row in rows:
             try:
                 results.append(measure(row, chosen.lock))
-            except Exception as error:  # noqa: BLE001 - a row that says what went wrong; the others count
+            except (PlanError, RuntimeError, ValueError, OSError) as error:  # a row that says what went wrong; the others count
                 results.append({"row": row.name, "error": f"{type(error).__name__}: {error}"})
             print(json.dumps(results[-1]), flush=True)
             if chosen.out is not None:
