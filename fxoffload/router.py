@@ -130,8 +130,8 @@ class Router:
 
     def _prepared(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         args, kwargs = _named(inspect.signature(plain_forward(self.session.model)), args, kwargs)
-        if hasattr(self.session.model, "config") and transformers.asks_for_records(kwargs):
-            transformers.install_recorders(self.session.model, kwargs)
+        if transformers.asks_for_records(kwargs):
+            self.session.recorders.install(kwargs)
         look = transformers.Look.at(self.session.model, args, kwargs)
         args, kwargs = self._to_device(args), self._to_device(transformers.prepared(self.session.model, kwargs))
         batch = batch_tensors({"args": args, "kwargs": kwargs})

@@ -101,7 +101,8 @@ class Session:
         # Last: what can be refused is refused above, before the model is touched.
         if hasattr(model, "config"):
             transformers.register()
-            transformers.install_recorders(model, {})
+        self.recorders = transformers.Recorders(model)
+        self.recorders.install({})
         self.home = Home(options.device)
         self.home.session = self
         self.input_hooks = transformers.InputHooks(model)
@@ -249,6 +250,7 @@ class Session:
         self.writes.close()
         self.swap.undo()
         self.input_hooks.restore()
+        self.recorders.remove()
         self.places.restore()
         self.cap.lift()
         self.graphs.clear()

@@ -639,3 +639,6 @@ def test_hidden_states_that_a_call_asks_for_are_recorded() -> None:
     with fxoffload.compile(case.model, case.batch, device="cpu", device_budget="16MiB").fxoffload as model:
         recorded(model, reference, {**case.batch, "output_hidden_states": True}, "hidden_states")
         assert "hidden_states" not in model(**case.batch)
+    assert not any(module._forward_hooks for module in case.model.modules()), "what records went with the session"
+    ours, theirs = (one(**case.batch, output_hidden_states=True).hidden_states for one in (case.model, reference))
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))

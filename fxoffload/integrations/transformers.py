@@ -170,21 +170,46 @@ def _untouched(function: Any) -> Any:
     return types.FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
 
 
-def install_recorders(model: nn.Module, kwargs: Mapping[str, Any]) -> None:
-    """Gives modules the hooks that record hidden states, attentions and router logits now: they would come with the first forward that
-    asks for any, under a lock that capture cannot take. Encoders inside a composite model record in every forward, others when the call's
-    `kwargs` or a config ask for it."""
-    from transformers import PreTrainedModel
-    from transformers.utils.output_capturing import maybe_install_capturing_hooks
+class Recorders:
+    """The hooks that record hidden states, attentions and router logits. They would come with the first forward that asks for any, under a
+    lock that capture cannot take: they are there before, and go with `remove`."""
 
-    config: Any = model.config
-    own = [config, config.get_text_config()] if hasattr(config, "get_text_config") else [config]
-    asked = asks_for_records(kwargs)
-    for module in model.modules():
-        if isinstance(module, PreTrainedModel) and (
-            asked or _records_always(module.config) or not any(module.config is c for c in own)
-        ):
-            maybe_install_capturing_hooks(module)
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self._before: dict[nn.Module, set[int]] = {}
+
+    def install(self, kwargs: Mapping[str, Any]) -> None:
+        """Encoders inside a composite model record in every forward, others when the call's `kwargs` or a config ask for it."""
+        from transformers import PreTrainedModel
+        from transformers.utils.output_capturing import maybe_install_capturing_hooks
+
+        config: Any = getattr(self.model, "config", None)
+        if config is None:
+            return
+        own = [config, config.get_text_config()] if hasattr(config, "get_text_config") else [config]
+        asked = asks_for_records(kwargs)
+        for module in self.model.modules():
+            if isinstance(module, PreTrainedModel) and not getattr(module, _HOOKED, False) and (
+                asked or _records_always(module.config) or not any(module.config is c for c in own)
+            ):
+                for inner in module.modules():
+                    self._before.setdefault(inner, set(inner._forward_hooks))
+                maybe_install_capturing_hooks(module)
+
+    def remove(self) -> None:
+        """Every module has the hooks that it had, and the user's own of since."""
+        for module, before in self._before.items():
+            for key in [k for k, hook in module._forward_hooks.items() if k not in before and _records(hook)]:
+                del module._forward_hooks[key]
+            module.__dict__.pop(_HOOKED, None)
+        self._before.clear()
+
+
+_HOOKED = "_output_capturing_hooks_installed"
+
+
+def _records(hook: Any) -> bool:
+    return getattr(hook, "__module__", None) == "transformers.utils.output_capturing"
 
 
 def _records_always(config: Any) -> bool:
