@@ -24,6 +24,8 @@ import torch.fx as fx
 from torch import nn
 
 from . import text
+from .attention_calls import bind, kernels_in
+from .dispatch import Dispatch
 from .effects import Tier
 from .errors import PlanError
 from .footprint import Footprint
@@ -158,19 +160,21 @@ class _Step:
 
     def _lowered(self, graph: fx.Graph, kind: str) -> fx.Graph:
         bounds = self._bounds(graph)
+        workspace = Workspace(bounds, self.device.type, self.machine.multiprocessors, Dispatch(self.device))
         context = Context(
             bounds=bounds, device_budget_bytes=self.options.device_budget_bytes, device=self.device,
-            swap_tier=Tier.PINNED if self.pinned else Tier.PAGEABLE,
-            workspace=Workspace(bounds, self.device.type, self.machine.multiprocessors),
+            swap_tier=Tier.PINNED if self.pinned else Tier.PAGEABLE, workspace=workspace,
         )
         graph = get_pass("canonicalize").run(graph, context)  # type: ignore[assignment]
+        bind(graph, workspace)
         parameters = self._parameters(graph, context.bounds)
         problem = Problem(
             graph, pinned_values(self.options.pins, graph, context), parameters, self.machine, self._fixed_bytes(),
             frozenset(parameters), footprint=Footprint.of(self.machine))
         solution = self._solved(problem)
         label = f"{kind}-{self.id}"
-        known = GraphPlan(label, solution.decisions, saved_of(solution.lowered), _prediction(solution))
+        known = GraphPlan(
+            label, solution.decisions, saved_of(solution.lowered), _prediction(solution), kernels=kernels_in(graph, bounds, workspace))
         log.info("graph %s: %s", label, summary(known))
         place_parameters(graph, parameters, frozenset(parameters))
         output_of(graph).meta |= {text.LABEL: label, text.BOUNDS: context.bounds}

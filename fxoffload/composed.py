@@ -20,7 +20,7 @@ Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 def _has_fused_dropout(device: torch.device) -> bool:
     """Where eager's dropout is one kernel that saves a boolean mask."""
-    return device.type not in ("cpu", "mps", "meta")
+    return device.type not in ("cpu", "mps")
 
 
 def dropout_kernel(src: torch.Tensor, p: float) -> tuple[torch.Tensor, torch.Tensor]:

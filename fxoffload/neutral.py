@@ -2,7 +2,8 @@
 
 `scaled_dot_product_attention` and `dropout` would trace to other nodes on a CPU, a CUDA card and a simulated device, so a plan
 made on a laptop would not fit the graph of the GPU. Before AOTAutograd sees Dynamo's graph, `neutralize` puts these ops in their
-place; their kernels run exactly what eager would dispatch on the device at hand, forward and backward.
+place; their kernels run exactly what eager would dispatch on the device at hand, forward and backward. Attention runs the kernel that
+its last argument names, which a plan sets (`attention.bind`): both halves the same one, whatever torch's switches say by then.
 """
 
 from __future__ import annotations
@@ -17,17 +18,23 @@ from torch.nn.attention import SDPBackend
 
 from . import ops
 from .composed import attention_gradients, dropout_backward_kernel, dropout_kernel
+from .dispatch import only
 from .errors import PlanError
 from .integrations import transformers
+from .kernels import CUDNN, EFFICIENT, FLASH, MATH
+from .torch_compat import SWITCH_KERNELS
 
 _LIBRARY = torch.library.Library("fxo", "FRAGMENT")
 _aten = torch.ops.aten
 Tensors = tuple[torch.Tensor, ...]
 
-_ATTENTION = "(Tensor query, Tensor key, Tensor value, Tensor? mask, float p, bool causal, float? scale, bool gqa)"
+_ATTENTION = (
+    "(Tensor query, Tensor key, Tensor value, Tensor? mask, float p, bool causal, float? scale, bool gqa, "
+    "str? kernel=None)"
+)
 _BACKWARD = (
     "(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor out, Tensor lse, Tensor seed, Tensor offset, "
-    "float p, bool causal, float? scale, bool gqa) -> (Tensor, Tensor, Tensor)"
+    "float p, bool causal, float? scale, bool gqa, str? kernel=None) -> (Tensor, Tensor, Tensor)"
 )
 _SEEDED = (torch.Tag.pt2_compliant_tag, torch.Tag.nondeterministic_seeded)
 _PLAIN = (torch.Tag.pt2_compliant_tag,)
@@ -45,9 +52,9 @@ def _define(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any], t
 
 
 def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, p: float, causal: bool,
-               scale: float | None, gqa: bool) -> Tensors:
-    """(out, logsumexp, seed, offset) by the kernel eager dispatches here; what a kernel has no use for is empty."""
-    kernel = backend_of(query, key, value, mask, p, causal, scale, gqa)
+               scale: float | None, gqa: bool, named: str | None = None) -> Tensors:
+    """(out, logsumexp, seed, offset) by the kernel that is named, else the one eager dispatches here; what it has no use for is empty."""
+    kernel = _named(named, query) if named is not None else backend_of(query, key, value, mask, p, causal, scale, gqa)
     if kernel == SDPBackend.FLASH_ATTENTION and query.device.type == "cpu":
         out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, p, causal, attn_mask=_additive(mask, query.dtype), scale=scale)
@@ -66,20 +73,23 @@ def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask
         return _neutral_layout(out), lse, seed, offset
     lse, offset = _nothing(query)
     seed = ops.get_rng_state(query.device).to(query.device) if p > 0 else lse.clone()
-    return composed_attention(query, key, value, mask, p, causal, scale, gqa), lse, seed, offset
+    return composed_attention(query, key, value, mask, p, causal, scale, gqa, named), lse, seed, offset
 
 
 def composed_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, p: float, causal: bool,
-                       scale: float | None, gqa: bool) -> torch.Tensor:
-    """Attention as torch dispatches it: where no fused kernel is, several ops with values of length x length between them."""
-    out = F.scaled_dot_product_attention(query, key, value, mask, p, causal, scale=scale, enable_gqa=gqa)
-    return _neutral_layout(out)
+                       scale: float | None, gqa: bool, named: str | None = None) -> torch.Tensor:
+    """Attention as torch dispatches it, or with `named` alone: where no fused kernel is, several ops with values of length x length
+    between them."""
+    with only(named):
+        return _neutral_layout(F.scaled_dot_product_attention(query, key, value, mask, p, causal, scale=scale, enable_gqa=gqa))
 
 
 def _attention_backward(grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None,
                         out: torch.Tensor, lse: torch.Tensor, seed: torch.Tensor, offset: torch.Tensor, p: float, causal: bool,
-                        scale: float | None, gqa: bool) -> Tensors:
-    kernel = backend_of(query, key, value, mask, p, causal, scale, gqa)
+                        scale: float | None, gqa: bool, named: str | None = None) -> Tensors:
+    kernel = _named(named, query) if named is not None else backend_of(query, key, value, mask, p, causal, scale, gqa)
+    if named is None and query.device.type == "cpu":  # what forward ran, should the switches have changed since
+        kernel = SDPBackend.FLASH_ATTENTION if lse.numel() else SDPBackend.MATH
     if kernel == SDPBackend.FLASH_ATTENTION and query.device.type == "cpu":
         return _aten._scaled_dot_product_flash_attention_for_cpu_backward(  # type: ignore[no-any-return]
             grad, query, key, value, out, lse, p, causal, attn_mask=_additive(mask, query.dtype), scale=scale)
@@ -94,8 +104,10 @@ def _attention_backward(grad: torch.Tensor, query: torch.Tensor, key: torch.Tens
         gradients = _aten._scaled_dot_product_efficient_attention_backward(
             grad, query, key, value, _aligned_bias(mask, query, key), out, lse, seed, offset, p, [True, True, True, False], causal, scale=scale)
         return gradients[:3]  # type: ignore[no-any-return]
-    return _redrawn(
-        attention_gradients if kernel == SDPBackend.MATH else _by_autograd, seed, (grad, query, key, value, mask, p, causal, scale, gqa))
+    if kernel == SDPBackend.MATH:
+        return _redrawn(attention_gradients, seed, (grad, query, key, value, mask, p, causal, scale, gqa))
+    with only(named):
+        return _redrawn(_by_autograd, seed, (grad, query, key, value, mask, p, causal, scale, gqa))
 
 
 def _redrawn(gradients: Callable[..., Tensors], seed: torch.Tensor, operands: tuple[Any, ...]) -> Tensors:
@@ -132,9 +144,21 @@ def backend_of(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask
     None where it does more than call the kernel: pad heads, or a kernel of another vendor. Compare with `==`: every call of the enum
     makes an object of its own.
     """
-    choice = SDPBackend(torch._fused_sdp_choice(query, key, value, mask, p, causal, scale=scale, enable_gqa=gqa))
+    return _direct(SDPBackend(torch._fused_sdp_choice(query, key, value, mask, p, causal, scale=scale, enable_gqa=gqa)), query)
+
+
+def _direct(kernel: SDPBackend | None, query: torch.Tensor) -> SDPBackend | None:
     is_padded = query.device.type != "cpu" and query.shape[-1] % 8 != 0
-    return choice if choice == SDPBackend.MATH or choice in _DIRECT and not is_padded else None
+    return kernel if kernel == SDPBackend.MATH or kernel in _DIRECT and not is_padded else None
+
+
+_NAMED = {
+    MATH: SDPBackend.MATH, FLASH: SDPBackend.FLASH_ATTENTION, EFFICIENT: SDPBackend.EFFICIENT_ATTENTION, CUDNN: SDPBackend.CUDNN_ATTENTION}
+
+
+def _named(kernel: str, query: torch.Tensor) -> SDPBackend | None:
+    """The kernel that a plan names, as `backend_of` gives it."""
+    return _direct(_NAMED.get(kernel), query)
 
 
 def _nothing(like: torch.Tensor) -> Tensors:
@@ -189,13 +213,13 @@ attention_backward = _define(f"attention_backward{_BACKWARD}", _attention_backwa
 
 
 def _attention_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
-    query, key, value, mask, *ctx.options = inputs
+    query, key, value, mask, *ctx.options = inputs  # with or without the name of a kernel
     ctx.save_for_backward(query, key, value, mask, *output)
 
 
 def _attention_gradient(ctx: Any, grad: torch.Tensor, *_: Any) -> tuple[Any, ...]:
     gradients = attention_backward(grad, *ctx.saved_tensors, *ctx.options)
-    return (*gradients, None, None, None, None, None)
+    return (*gradients, None, *(None for _ in ctx.options))
 
 
 for _name in ("attention", "attention_dropout"):
@@ -332,8 +356,13 @@ _NEUTRAL = {F.scaled_dot_product_attention: neutral_attention, F.dropout: neutra
 
 
 def neutralize(graph: fx.Graph) -> None:
-    """Replaces calls of a Dynamo graph that depend on the device or cannot be traced, in place; graphs inside higher-order ops too."""
+    """Replaces calls of a Dynamo graph that depend on the device or cannot be traced, in place; graphs inside higher-order ops too.
+
+    A model that chooses among attention's kernels itself (`sdpa_kernel` in its forward) keeps torch's own path: it is traced as chosen.
+    """
     known = _NEUTRAL | transformers.traceable()
+    if any(node.target is SWITCH_KERNELS for node in graph.nodes):
+        del known[F.scaled_dot_product_attention]
     for node in graph.nodes:
         if node.op == "call_function" and node.target in known:
             node.target = known[node.target]

@@ -16,12 +16,15 @@ import torch.fx as fx
 from torch import nn
 
 from . import ops, text
+from .attention_calls import bind, kernels_in, unbind
 from .account import optimizer_step_s, reasons_of
+from .dispatch import Dispatch
 from .donation import Donated
 from .effects import Tier
 from .errors import PlanError
 from .footprint import Footprint
 from .graph import Bounds, Role, border_of, copy_graph, info, output_of
+from .kernels import AttentionKernel, kernel_of_call
 from .layout import padded
 from .liveness import base_nodes, liveness
 from .machine import Machine
@@ -144,10 +147,13 @@ class Planning:
 
         Raises PlanError when the budget, the plan or replan=False forbid it.
         """
-        graph, fingerprint, context = captured.graph, captured.fingerprint, self._context(captured.bounds)
+        graph, fingerprint, workspace = captured.graph, captured.fingerprint, self._workspace(captured.bounds)
+        context = self._bound(graph, captured.bounds, workspace)
         if self.plan is None or fingerprint not in self.plan.graphs:
             if self.plan is not None and not self.replan:
                 raise PlanError(f"the plan does not cover this graph (fingerprint {fingerprint[:12]}) and replan=False")
+            self._extend(graph, context, fingerprint)
+        elif self._has_other_kernels(self.plan.graphs[fingerprint], kernels_in(graph, captured.bounds, workspace)):
             self._extend(graph, context, fingerprint)
         lowered = self._apply(graph, context, fingerprint)
         short = self._shortfall(graph, lowered, context)
@@ -162,11 +168,13 @@ class Planning:
         if self.neighbours is None:
             self.neighbours = neighbours(known.decisions)
         log.info("plan %s, graph %s: %s", self.plan.id, known.label, summary(known))
+        if self._rehearses:
+            unbind(lowered)
         return known.label, lowered
 
     def decide(self, captured: CapturedStep) -> Plan:
         """The plan of a captured Step, made and not applied: what `lower` would decide. Raises PlanError when there is none."""
-        context = self._context(captured.bounds)
+        context = self._bound(captured.graph, captured.bounds, self._workspace(captured.bounds))
         solution = self._extend(captured.graph, context, captured.fingerprint)
         self._check_disk(solution.lowered, context.bounds)
         assert self.plan is not None
@@ -196,13 +204,46 @@ class Planning:
             raise PlanError(f"{known.label}: the graph saves other values than the plan says: {sorted(set(saved) ^ set(known.saved))[:4]}")
         return lowered
 
-    def _context(self, bounds: Bounds) -> Context:
-        # A plan made without the device speaks of the machine's.
-        device_type = self.device.type if self.device.type != "cpu" else self.machine.device_type
+    def _bound(self, graph: fx.Graph, bounds: Bounds, workspace: Workspace) -> Context:
+        """What passes may read of a graph, whose attention from now on names its kernels."""
+        unbind(graph)
+        bind(graph, workspace)
         return Context(
-            bounds=bounds, device_budget_bytes=self.budgets.device_bytes, device=self.device, swap_tier=self._host_tier(),
-            workspace=Workspace(bounds, device_type, self.machine.multiprocessors),
-        )
+            bounds=bounds, device_budget_bytes=self.budgets.device_bytes, device=self.device, swap_tier=self._host_tier(), workspace=workspace)
+
+    def _workspace(self, bounds: Bounds) -> Workspace:
+        # A plan made without the device speaks of the machine's.
+        device_type = self.machine.device_type if self.device.type == "cpu" else self.device.type
+        return Workspace(bounds, device_type, self.machine.multiprocessors, Dispatch.on(self.device, self.machine))
+
+    @property
+    def _rehearses(self) -> bool:
+        """Whether a graph runs on another kind of device than the plan speaks of: its attention runs what is there."""
+        return self.device.type == "cpu" and self.machine.device_type != "cpu"
+
+    def _has_other_kernels(self, known: GraphPlan, found: tuple[AttentionKernel, ...]) -> bool:
+        """Whether attention runs other kernels than a plan assumes, which is logged. Raises PlanError for that with replan=False.
+
+        A device that is not of the machine's kind runs what it has.
+        """
+        if known.kernels is None or self.device.type not in ("cpu", self.machine.device_type):
+            return False
+        assumed, now = kernel_of_call(known.kernels), kernel_of_call(found)
+        other = [(one, now.get(name)) for name, one in assumed.items() if name not in now or now[name].kernel != one.kernel]
+        if not other:
+            return False
+        before, after = other[0]
+        assert after is not None, "the fingerprint tells graphs with other calls apart"
+        where = "on this device" if self.device.type == self.machine.device_type else f"on {self.machine.name}"
+        told = (
+            f"{known.label}: the plan assumes {described(before)} for the attention of {before.layers}, and torch dispatches "
+            f"{described(after)} {where}")
+        if not self.replan:
+            raise PlanError(
+                f"{told}; with replan=False only the plan's kernel may run (torch.nn.attention.sdpa_kernel chooses it)",
+                max(0, after.scratch_bytes - before.scratch_bytes) or None)
+        log.warning("%s: it is planned anew", told)
+        return True
 
     def _host_tier(self) -> Tier:
         return Tier.PINNED if self.budgets.pinned else Tier.PAGEABLE
@@ -217,7 +258,10 @@ class Planning:
         label = self._label(graph)
         reasons = reasons_of(
             solution.lowered, solution.simulation, solution.tried, context.bounds, self.machine, self._optimizer_s(solution.resident))
-        graph_plan = GraphPlan(label, solution.decisions, saved_of(solution.lowered), self._prediction(solution), reasons)
+        assert isinstance(context.workspace, Workspace)
+        graph_plan = GraphPlan(
+            label, solution.decisions, saved_of(solution.lowered), self._prediction(solution), reasons,
+            kernels_in(graph, context.bounds, context.workspace))
         if self.plan is None:
             self.resident = solution.resident
             host = self.budgets.host_bytes if self.budgets.host_named else None
@@ -468,4 +512,18 @@ def summary(graph_plan: GraphPlan) -> str:
     inserted = ", ".join(f"{n} {kind}" for kind, n in sorted(counts.items())) or "nothing inserted: an identity rewrite"
     p = graph_plan.predicted
     step = f", {p.step_s:.4f} s" if p.step_s is not None else ""
-    return f"{inserted}; predicted device {format_bytes(p.device_peak_bytes)}, host {format_bytes(p.host_peak_bytes)}{step}"
+    kernels = "".join(f"; attention {words}" for words in [_kernel_words(graph_plan)] if words)
+    return f"{inserted}{kernels}; predicted device {format_bytes(p.device_peak_bytes)}, host {format_bytes(p.host_peak_bytes)}{step}"
+
+
+def _kernel_words(graph_plan: GraphPlan) -> str:
+    """"32 flash, 1 math": how many calls each kernel computes."""
+    counts: dict[str, int] = {}
+    for one in graph_plan.kernels or ():
+        counts[one.kernel] = counts.get(one.kernel, 0) + len(one.names)
+    return ", ".join(f"{n} {kernel}" for kernel, n in sorted(counts.items()))
+
+
+def described(one: AttentionKernel) -> str:
+    """A kernel with what one of its calls takes."""
+    return f"{one.kernel} (a call saves {format_bytes(one.saved_bytes)} and holds {format_bytes(one.scratch_bytes)} while it runs)"

@@ -11,6 +11,7 @@ from pathlib import Path
 from .effects import Tier
 from .errors import PlanError
 from .explain import explanation
+from .kernels import AttentionKernel
 from .reasons import Gain, Reasons, reasons_from
 
 SCHEMA = 2
@@ -111,7 +112,8 @@ class Prediction:
 class GraphPlan:
     """Decisions for one Graph, the values its forward saves for backward, and its own prediction.
 
-    `reasons`: what `Plan.explain` tells beyond them; None in plans written before there were any.
+    `reasons`: what `Plan.explain` tells beyond them; `kernels`: what is assumed to compute attention, () where there is none. Both are
+    None in plans written before there were any.
     """
 
     label: str
@@ -119,6 +121,7 @@ class GraphPlan:
     saved: tuple[str, ...]
     predicted: Prediction
     reasons: Reasons | None = None
+    kernels: tuple[AttentionKernel, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,6 +213,8 @@ class Plan:
             lines += [f'      "predicted": {json.dumps(asdict(graph.predicted), sort_keys=True)},']
             if graph.reasons is not None:
                 lines += [f'      "reasons": {json.dumps(graph.reasons.to_dict(), sort_keys=True)},']
+            if graph.kernels is not None:
+                lines += ['      "kernels": ['] + _join([json.dumps(asdict(one)) for one in graph.kernels], "        ") + ["      ],"]
             lines += ['      "saved": ['] + _strings(graph.saved, "        ") + ["      ],"]
             lines += ['      "decisions": ['] + _rows(graph.decisions, "        ") + ["      ]"]
             lines += ["    }" + ("," if position + 1 < len(self.graphs) else "")]
@@ -257,7 +262,7 @@ def plan_from(raw: object, source: str) -> Plan:
         graphs = {
             fingerprint: GraphPlan(
                 g["label"], tuple(decision_from(d) for d in g["decisions"]), tuple(g["saved"]), Prediction(**g["predicted"]),
-                reasons_from(g.get("reasons")),
+                reasons_from(g.get("reasons")), None if g.get("kernels") is None else tuple(AttentionKernel(**k) for k in g["kernels"]),
             )
             for fingerprint, g in raw["graphs"].items()
         }

@@ -79,6 +79,14 @@ class Section:
         """A whole number of at least `least`, or None."""
         return self.maybe(name, lambda name: self.whole(name, least))
 
+    def version(self, name: str) -> tuple[int, int]:
+        """A major and a minor number as text, "9.0"."""
+        value = self.take(name)
+        parts = value.split(".") if isinstance(value, str) else []
+        if len(parts) != 2 or not all(part.isascii() and part.isdigit() for part in parts):
+            raise ValueError(f'{self.path(name)}: must be text like "9.0", got {value!r:.80}')
+        return int(parts[0]), int(parts[1])
+
     def text(self, name: str) -> str:
         """Text that is not empty."""
         value = self.take(name)

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from . import ops
 from .capture import batch_tensors, dynamic_dims
+from .dispatch import switches
 from .errors import PlanError
 from .integrations import transformers
 from .outputs import detached, has_shadows, only_loss, with_lazy_outputs
@@ -82,7 +83,7 @@ class Router:
     dry: DryRun = field(default_factory=DryRun)
     shadows: bool = True
     generations: list[Generation] = field(default_factory=list)
-    variants: dict[tuple[tuple[bool, torch.dtype], ...], str] = field(default_factory=dict)
+    variants: dict[object, str] = field(default_factory=dict)
     captures: int = 0
     _told: bool = False
 
@@ -185,11 +186,12 @@ class Router:
         return out, lazy
 
     def _variant(self) -> str:
-        """A word for what is trained in which dtype; each is a capture of its own (a number would become a symbol).
+        """A word for what is trained in which dtype, and for the switches of attention's kernels; each is a capture of its own (a number
+        would become a symbol).
 
         torch 2.11 looks at a frozen parameter no more once it is captured, and would not see it thawed.
         """
-        now = tuple((p.requires_grad, p.dtype) for p in self.session.model.parameters())
+        now = switches(), tuple((p.requires_grad, p.dtype) for p in self.session.model.parameters())
         return self.variants.setdefault(now, f"trained-{len(self.variants)}")
 
     def _failure(self, error: Exception) -> BaseException:

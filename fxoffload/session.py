@@ -15,6 +15,7 @@ from torch import nn
 
 from . import text
 from .capture import input_refs
+from .dispatch import settle_order
 from .footprint import Footprint
 from .graph import Role, output_of, root_of
 from .heap import Litter, heap_at_rest
@@ -81,6 +82,7 @@ class Session:
         self.captured: CapturedStep | None = None
         self.closed = False
         self.litter = Litter()
+        settle_order(options.device)
         self.router = Router(self)
         self.places = Places(model, options.device)
         self.writes = Writes(model)

@@ -1,6 +1,6 @@
 """Writes a Graph so that captures of one model at any sizes, with symbols or without, on any device, read the same.
 
-Left out is what the sizes of a batch decide: sizes of all values but parameters and buffers, numbers in size arguments, the
+Left out is which kernel computes attention, and what the sizes of a batch decide: sizes of all values but parameters and buffers, numbers in size arguments, the
 arithmetic of symbols, and views, whose place is taken by what they look into.
 """
 
@@ -11,6 +11,7 @@ import re
 import torch
 import torch.fx as fx
 
+from .attention import operands_of
 from .graph import Role, info, is_symbol, tensors_in
 from .liveness import Liveness, is_view, view_source
 from .text_writer import Writer
@@ -51,7 +52,7 @@ class NeutralWriter(Writer):
 
     def _call(self, node: fx.Node) -> str:
         positions, keywords = self._sizes_of(node.target)
-        arguments = [self._argument(node, value, positions.get(i, False)) for i, value in enumerate(node.args)]
+        arguments = [self._argument(node, value, positions.get(i, False)) for i, value in enumerate(operands_of(node))]
         arguments += [f"{key}={self._argument(node, value, keywords.get(key, False))}" for key, value in node.kwargs.items()]
         return f"{self._target(node)} {', '.join(arguments)}"
 

@@ -18,6 +18,7 @@ import torch._functorch.config
 import torch.fx as fx
 import torch._guards
 import torch.fx.experimental._config
+import torch.nn.attention
 from torch._C._dynamo.eval_frame import reset_code
 from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput, PlainAOTInput
 from torch._dynamo.backends.common import aot_autograd as _aot_autograd
@@ -132,6 +133,16 @@ def allow_second_backward() -> None:
     metadata = torch._guards.TracingContext.get().fw_metadata
     if metadata is not None:
         metadata.bw_donated_idxs = []
+
+
+def attention_order() -> tuple[int, ...]:
+    """The numbers of attention's kernels (torch.nn.attention.SDPBackend) in the order in which torch asks them
+    (torch._C._get_sdp_priority_order). On CUDA torch settles it when it first asks."""
+    return tuple(torch._C._get_sdp_priority_order())
+
+
+# What Dynamo's graph calls where a model enters or leaves `torch.nn.attention.sdpa_kernel` (torch.nn.attention._sdpa_kernel).
+SWITCH_KERNELS = torch.nn.attention._sdpa_kernel
 
 
 def use_expandable_segments() -> None:

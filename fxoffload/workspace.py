@@ -19,8 +19,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from . import composed, neutral
+from . import attention, composed, neutral
+from .dispatch import Call, Dispatch, is_deterministic
 from .graph import Bounds
+from .kernels import FUSED, MATH
 from .products import add_product, converted_bytes
 from .torch_compat import without_modes
 
@@ -31,11 +33,13 @@ _MOST_MULTIPROCESSORS = 170
 class Workspace:
     """A function of a node: its workspace in bytes at `bounds` on a device type. Remembers what it has computed.
 
-    `multiprocessors`: of the card; None is taken for as many as any has that the shipped machine files know.
+    `multiprocessors`: of the card; None is taken for as many as any has that the shipped machine files know. `dispatch`: which kernel
+    computes attention that names none; None: on any device of this type.
     """
 
-    def __init__(self, bounds: Bounds, device_type: str, multiprocessors: int | None = None) -> None:
+    def __init__(self, bounds: Bounds, device_type: str, multiprocessors: int | None = None, dispatch: Dispatch | None = None) -> None:
         self.bounds, self.device_type = bounds, device_type
+        self.dispatch = dispatch if dispatch is not None else Dispatch.of(device_type)
         self.multiprocessors = multiprocessors or _MOST_MULTIPROCESSORS
         self._known: dict[object, int] = {}
 
@@ -45,11 +49,29 @@ class Workspace:
         formula, kernel = self._formula(node.target), _KERNELS.get(node.target)
         if formula is None and kernel is None:
             return 0
-        args = tree_map(self._concrete, tuple(node.args), is_leaf=lambda value: isinstance(value, fx.Node))
-        key = (node.target, str([_described(a) for a in tree_leaves(args, is_leaf=lambda a: a is None)]))
+        args = self._operands(node)
+        named = self.kernel_of(node) if node.target in attention.BOTH else None
+        key = (node.target, named, str([_described(a) for a in tree_leaves(args, is_leaf=lambda a: a is None)]))
         if key not in self._known:
-            self._known[key] = formula(*args) if formula is not None else self._composed(node.target, kernel, args)  # type: ignore[arg-type]
+            self._known[key] = formula(*args) if formula is not None else self._composed(node.target, kernel, args, named)  # type: ignore[arg-type]
         return self._known[key]
+
+    def kernel_of(self, node: fx.Node) -> str:
+        """The kernel of a neutral attention node: the one it names, else the one that is dispatched. Raises PlanError for none."""
+        return attention.kernel_named_in(node) or self.dispatch(self._call(node))
+
+    def _call(self, node: fx.Node) -> Call:
+        operands, trains = self._operands(node), True
+        if node.target is neutral.attention_backward:
+            _grad, query, key, value, mask, _out, _lse, _seed, _offset, *options = operands
+        else:
+            (query, key, value, mask, *options), trains = operands, bool(attention.backwards_of(node))
+        p, causal, scale, gqa = options
+        return Call(query, key, value, mask, p, causal, scale, gqa, trains)
+
+    def _operands(self, node: fx.Node) -> tuple[Any, ...]:
+        args = attention.operands_of(node)
+        return tree_map(self._concrete, args, is_leaf=lambda value: isinstance(value, fx.Node))  # type: ignore[no-any-return]
 
     def _formula(self, target: object) -> Callable[..., int] | None:
         if target is neutral.linear_8bit:
@@ -73,10 +95,10 @@ class Workspace:
             return self.bounds.of(value)
         return value
 
-    def _composed(self, target: object, kernel: Callable[..., Any], args: tuple[Any, ...]) -> int:
-        if target not in _DROPOUTS and _has_attention_kernel(self.device_type, args):
-            is_fused = target is neutral.attention_backward and self.device_type == "cuda"
-            return _bias_bytes(args) + (_fused_backward_bytes(args[1], args[2], args[3], self.multiprocessors) if is_fused else 0)
+    def _composed(self, target: object, kernel: Callable[..., Any], args: tuple[Any, ...], named: str | None) -> int:
+        if named in FUSED:
+            is_counted = target is neutral.attention_backward and self.device_type == "cuda"
+            return _bias_bytes(args) + (_fused_backward_bytes(args[1], args[2], args[3], self.multiprocessors) if is_counted else 0)
         with without_modes(), FakeTensorMode(), LiveBytes() as live:
             operands = tree_map(self._fake, args)
             live.restart()
@@ -88,7 +110,9 @@ class Workspace:
     def _fake(self, value: object) -> object:
         if not isinstance(value, torch.Tensor):
             return value
-        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=self.device_type)
+        # Fake tensors of a device that torch was built without fail in some ops; "meta" takes the same path as a card does.
+        device = "meta" if self.device_type == "cuda" else self.device_type
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
 
 
 class LiveBytes(TorchDispatchMode):
@@ -131,18 +155,6 @@ def _described(value: object) -> object:
 # Attention ------------------------------------------------------------------------------------------------------------
 
 
-def _has_attention_kernel(device_type: str, args: tuple[Any, ...]) -> bool:
-    """True where eager dispatches one fused kernel; the CPU's has no dropout."""
-    if device_type == "cpu":
-        return not any(isinstance(a, float) and a > 0 for a in args[:_dropout_position(args)])
-    return device_type == "cuda"
-
-
-def _dropout_position(args: tuple[Any, ...]) -> int:
-    """One past the dropout probability: the first number among the arguments."""
-    return next(i for i, a in enumerate(args) if isinstance(a, float)) + 1
-
-
 def _bias_bytes(args: tuple[Any, ...]) -> int:
     """A fused kernel gets a boolean mask as an additive one, made through its negation."""
     query = next(a for a in args if isinstance(a, torch.Tensor))
@@ -158,12 +170,8 @@ def _fused_backward_bytes(query: torch.Tensor, key: torch.Tensor, value: torch.T
     rows = batch * heads * -(-length // 128) * 128
     shared = key.shape[1] != heads
     per_head = batch * heads * -(-key.shape[2] // 128) * 128 * (key.shape[3] + value.shape[3]) * query.element_size()
-    sums = -(-multiprocessors // (batch * heads)) if _is_deterministic() else 1
+    sums = -(-multiprocessors // (batch * heads)) if is_deterministic() else 1
     return rows * (sums * width + 2) * 4 + shared * per_head
-
-
-def _is_deterministic() -> bool:
-    return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
 
 
 def _attention_backward(grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None,
@@ -171,10 +179,9 @@ def _attention_backward(grad: torch.Tensor, query: torch.Tensor, key: torch.Tens
     return composed.attention_gradients(grad, query, key, value, mask, *saved_and_options[4:])
 
 
-_DROPOUTS = frozenset({neutral.dropout, neutral.dropout_backward})
 _KERNELS: Mapping[object, Callable[..., Any]] = {
-    neutral.attention: neutral.composed_attention,
-    neutral.attention_dropout: neutral.composed_attention,
+    neutral.attention: functools.partial(neutral.composed_attention, named=MATH),
+    neutral.attention_dropout: functools.partial(neutral.composed_attention, named=MATH),
     neutral.attention_backward: _attention_backward,
     neutral.dropout: composed.dropout_kernel,
     neutral.dropout_backward: composed.dropout_backward_kernel,

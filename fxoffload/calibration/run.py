@@ -130,6 +130,7 @@ def _blank(device: torch.device, name: str | None, date: str | None) -> Json:
         "device_capacity_bytes": torch.cuda.get_device_properties(device).total_memory if is_cuda else None,
         "overlaps": is_cuda, "allocation_bytes": 512 if is_cuda else 1,  # the caching allocator's rounding (CUDACachingAllocator)
         "multiprocessors": torch.cuda.get_device_properties(device).multi_processor_count if is_cuda else None,
+        "compute_capability": ".".join(map(str, torch.cuda.get_device_capability(device))) if is_cuda else None,
         "matrix": dict.fromkeys(DTYPES), "attention": None, "memory": dict.fromkeys(MEMORY_KINDS), "transfers": dict.fromkeys(transfers),
         "dispatch_s": None, "contention": dict.fromkeys(("matrix", "memory")),
         "optimizer_params_per_s": {"device": dict.fromkeys(rates), "host": dict.fromkeys(rates)},
