@@ -64,10 +64,20 @@ def limits(lowered: fx.Graph, bounds: Bounds, machine: Machine, moved_bytes: Map
 
 
 # The optimizer that keeps such states per parameter and whose seconds `cost` knows.
-_OF_STATES: dict[States | None, str] = {Own(1): "momentum", Own(2): "adamw", Own(3): "rmsprop"}
+_OF_STATES: dict[States, str] = {Own(1): "momentum", Own(2): "adamw", Own(3): "rmsprop"}
 
 
 def optimizer_step_s(trained: Iterable[tuple[int, str, str]], states: States | None, machine: Machine) -> float | None:
-    """Seconds of one optimizer step over (parameters, dtype, "device" or "host"), None without a known optimizer."""
+    """Seconds of one optimizer step over (parameters, dtype, "device" or "host"), None without an optimizer.
+
+    One whose seconds nobody knows counts as `cost.optimizer_s` has it, with one warning per dtype and place.
+    """
+    if states is None:
+        return None
     kind = _OF_STATES.get(states)
-    return None if kind is None else sum(optimizer_s(kind, n, where, machine, dtype) for n, dtype, where in trained)
+    if kind is not None:
+        return sum(optimizer_s(kind, n, where, machine, dtype) for n, dtype, where in trained)
+    together: dict[tuple[str, str], int] = defaultdict(int)
+    for n, dtype, where in trained:
+        together[dtype, where] += n
+    return sum(optimizer_s(str(states), n, where, machine, dtype) for (dtype, where), n in together.items())

@@ -84,6 +84,8 @@ CHANGES = [
     ("h200", "optimizer_params_per_s.moon", {}, "optimizer_params_per_s.moon"),
     ("h200", "host.pin_bytes_per_s", math.inf, "host.pin_bytes_per_s"),
     ("h200", "colour", "green", "colour"),
+    ("h200", "compute_capability", 9.0, 'compute_capability: must be text like "9.0", got 9.0'),
+    ("h200", "compute_capability", "hopper", "compute_capability"),
     ("rtx3090", "peak.flops_per_s.fp32", None, "peak.flops_per_s.fp32"),
     ("rtx3090", "peak.link_bytes_per_s", 0, "peak.link_bytes_per_s"),
     ("rtx3090", "prior.matrix", 1.2, "prior.matrix"),

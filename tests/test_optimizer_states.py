@@ -138,6 +138,15 @@ def test_an_unknown_class_is_taken_for_the_most_with_a_warning_and_a_derived_one
     assert "Homemade is not known" in caplog.text
 
 
+def test_seconds_of_an_optimizer_nobody_knows_are_finite_not_zero_and_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    model, batch = torch.nn.Linear(64, 64), torch.zeros(2, 64)
+    with caplog.at_level(logging.WARNING, "fxoffload"):
+        plans = [fxoffload.plan(model, batch, device_budget="1GiB", machine="cpu", optimizer=one) for one in ("adamw", Homemade, None)]
+    known, homemade, none = (plan.longest.reasons.optimizer_s for plan in plans)  # type: ignore[union-attr]
+    assert none is None and known is not None and homemade == pytest.approx(2 * known)
+    assert "seconds are unknown and counted as twice AdamW's" in caplog.text
+
+
 def test_the_host_peak_knows_fp32_states_of_bf16_parameters() -> None:
     def host_peak(optimizer: Any) -> int:
         torch.manual_seed(0)
