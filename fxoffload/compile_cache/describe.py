@@ -17,7 +17,7 @@ Json = None | bool | int | str | list["Json"] | dict[str, "Json"]
 
 # Whose functions are told by their name: their versions and sources are part of every key.
 _KNOWN_ROOTS = frozenset({"torch", "operator", "_operator", "math", "builtins", "fxoffload", "transformers", "logging"})
-_KNOWN_NAMESPACES = frozenset({"aten", "prims", "prim", "fxo", "bitsandbytes"})
+_KNOWN_NAMESPACES = frozenset({"aten", "prims", "prim", "fxo", "bitsandbytes", "transformers"})
 _BY_TEXT = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 

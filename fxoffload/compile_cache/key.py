@@ -56,7 +56,7 @@ def key_of(gm: fx.GraphModule, inputs: Sequence[object], session: Session) -> di
 def _versions() -> Json:
     return {
         "python": sys.version, "processor": platform.machine(), "torch": torch.__version__, "torch git": torch.version.git_version,
-        "passes": _foreign_passes(), **{name: _version(name) for name in _PACKAGES},
+        "passes": _foreign_passes(), "packages": {name: _version(name) for name in _PACKAGES},
     }
 
 

@@ -11,7 +11,7 @@ import torch.fx as fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from .. import text
-from ..graph import Bounds, constant_of, info, output_of, set_constant, tensors_in
+from ..graph import Bounds, constant_of, info, module_path, output_of, set_constant, tensors_in
 from ..text_words import DTYPES
 from ..torch_compat import without_modes
 from .describe import Json, Unstored, described
@@ -26,6 +26,7 @@ def written(graph: fx.Graph, device: torch.device, mode: FakeTensorMode) -> dict
         with without_modes():
             stored: dict[str, Json] = {
                 "text": text.render(graph, _bounds(graph), columns=False), "inputs": [n.name for n in graph.find_nodes(op="placeholder")],
+                "modules": [module_path(node) for node in graph.nodes],
                 "constants": {str(n.target): _constant(constant_of(n)) for n in graph.find_nodes(op="get_attr")},
             }
         again = restored(stored, device, mode)
@@ -46,7 +47,9 @@ def restored(stored: dict[str, Json], device: torch.device, mode: FakeTensorMode
     for node, name in zip(inputs, raw["inputs"], strict=True):
         node.name = node.target = name
     with without_modes():
-        for node in graph.nodes:
+        for node, path in zip(graph.nodes, raw["modules"], strict=True):
+            if path:
+                node.meta["nn_module_stack"] = {"": (f"L['module'].{path}", None)}
             if node.op == "get_attr":
                 set_constant(node, _tensor(raw["constants"][node.target]))
             if node.op == "call_function":
@@ -71,7 +74,7 @@ def _check_target(node: fx.Node) -> None:
 def _told(node: fx.Node) -> Json:
     """All of a node that anything after the lowering looks at, but for its own fx name."""
     return described((node.op, node.target if node.op != "call_function" else str(node.target), _operands(node.args),
-                      _operands(dict(node.kwargs)), info(node), _type(node.meta.get("val"))))
+                      _operands(dict(node.kwargs)), info(node), module_path(node), _type(node.meta.get("val"))))
 
 
 def _operands(value: object) -> object:
