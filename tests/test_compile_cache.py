@@ -26,8 +26,10 @@ from fxoffload import text
 from fxoffload.compile_cache import key, store
 from fxoffload.compile_cache.describe import Unstored, canonical, described
 from fxoffload.compile_cache.files import Files
+from fxoffload.footprint import Footprint
 from fxoffload.machine import load_machine
 from fxoffload.router import CaptureComplete
+from fxoffload.testing.simulated_device import SimulatedDevice
 
 pytestmark = pytest.mark.integration
 VOCAB, WIDTH = 64, 16
@@ -67,7 +69,7 @@ def ids(batch: int = 2, length: int = 8) -> dict[str, torch.Tensor]:
 
 def started(folder: Path, model: nn.Module | None = None, batch: Any = None, **options: Any) -> nn.Module:
     return fxoffload.compile(
-        model or tiny(), batch or ids(), **{"device": "cpu", "device_budget": BUDGET, "cache_dir": folder, **options})
+        model or tiny(), ids() if batch is None else batch, **{"device": "cpu", "device_budget": BUDGET, "cache_dir": folder, **options})
 
 
 def outcome(model: nn.Module, batches: list[Any]) -> list[torch.Tensor]:
@@ -126,6 +128,34 @@ def test_a_second_start_gives_the_same_bits_and_the_same_plan(family: Any, tmp_p
     assert_equal(outcome(second, batches), expected)
     for label, graph in first.fxoffload.graphs.items():
         assert text.render(second.fxoffload.graphs[label]) == text.render(graph)
+
+
+@pytest.mark.parametrize("in_an_arena", [False, True])
+def test_a_second_start_on_a_device_of_its_own_gives_the_same_bits(
+    in_an_arena: bool, tmp_path: Path, simulated_device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of a model that returns a tensor, whose gradient comes from outside; by offsets as on CUDA, too."""
+    if in_an_arena:
+        monkeypatch.setattr(Footprint, "planned", staticmethod(lambda machine: Footprint(by_offsets=True)))
+
+    def run() -> tuple[list[torch.Tensor], str]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Dropout(), nn.Linear(256, 64), nn.Linear(64, 64))
+        model = started(tmp_path, model, torch.ones(8, 64), device="fxsim", device_budget="200KiB")
+        for rows in (8, 5):
+            torch.manual_seed(1)
+            model(torch.ones(rows, 64)).square().sum().backward()
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        plan = model.fxoffload.plan.to_json()
+        model.fxoffload.close()
+        return gradients, plan
+
+    expected, plan = run()
+    with told(caplog) as lines:
+        found, again = run()
+        assert lines(HIT) == 1
+    assert_equal(found, expected)
+    assert again == plan
 
 
 def test_graphs_met_later_come_from_the_cache_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -447,7 +477,8 @@ def test_what_was_not_used_for_longest_goes_first(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["full", "lora"])
 def test_a_second_start_reaches_its_first_step_in_a_third_of_the_time(kind: str, tmp_path: Path) -> None:
-    command = [sys.executable, str(Path(__file__).parents[1] / "bench" / "compile_cache.py"), "--one", kind, "--layers", "16",
+    root = Path(__file__).parents[1]
+    command = [sys.executable, str(root / "bench" / "compile_cache.py"), "--one", kind, "--layers", "16",
                "--cache-dir", str(tmp_path)]
     cold, warm = (json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1]) for _ in range(2))
     assert (cold["hits"], warm["hits"]) == (0, 1)

@@ -25,7 +25,7 @@ def written(graph: fx.Graph, device: torch.device, mode: FakeTensorMode) -> dict
     try:
         with without_modes():
             stored: dict[str, Json] = {
-                "text": text.render(graph, _bounds(graph), columns=False), "inputs": [n.name for n in graph.find_nodes(op="placeholder")],
+                "text": text.render(graph, _bounds(graph), columns=False),
                 "modules": [module_path(node) for node in graph.nodes],
                 "constants": {str(n.target): _constant(constant_of(n)) for n in graph.find_nodes(op="get_attr")},
             }
@@ -43,9 +43,6 @@ def restored(stored: dict[str, Json], device: torch.device, mode: FakeTensorMode
     raw = cast("dict[str, Any]", stored)
     graph = text.parse(raw["text"], device, mode)
     output_of(graph).meta[text.BOUNDS] = text.parse_bounds(raw["text"])
-    inputs = graph.find_nodes(op="placeholder")
-    for node, name in zip(inputs, raw["inputs"], strict=True):
-        node.name = node.target = name
     with without_modes():
         for node, path in zip(graph.nodes, raw["modules"], strict=True):
             if path:
@@ -73,15 +70,17 @@ def _check_target(node: fx.Node) -> None:
 
 def _told(node: fx.Node) -> Json:
     """All of a node that anything after the lowering looks at, but for its own fx name."""
-    return described((node.op, node.target if node.op != "call_function" else str(node.target), _operands(node.args),
-                      _operands(dict(node.kwargs)), info(node), module_path(node), _type(node.meta.get("val"))))
+    target = None if node.op == "placeholder" else str(node.target)
+    return described((
+        node.op, target, _operands(node.args), _operands(dict(node.kwargs)), info(node), module_path(node), _type(node.meta.get("val"))))
 
 
 def _operands(value: object) -> object:
     if isinstance(value, fx.Node):
         return ("node", info(value).name)
     if isinstance(value, (list, tuple)):
-        return type(value)([_operands(item) for item in value]) if type(value) in (list, tuple) else [_operands(item) for item in value]
+        items = [_operands(item) for item in value]
+        return tuple(items) if isinstance(value, tuple) else items
     if isinstance(value, dict):
         return {key: _operands(item) for key, item in value.items()}
     return value
