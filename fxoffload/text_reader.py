@@ -78,9 +78,11 @@ class Reader:
         word = self._take("word")
         if word == "return":
             return self.graph.create_node("output", "output", (self._value(),))  # type: ignore[arg-type]
-        hint = re.sub(r"\W+", "_", name or word.rsplit(".", 1)[-1])
+        hint = re.sub(r"^(?=\d)", "_", re.sub(r"\W+", "_", name or word.rsplit(".", 1)[-1]))
         if word == "input":
-            return self.graph.create_node("placeholder", hint, name=hint)
+            made = self.graph.create_node("placeholder", hint, name=hint)
+            made.target = made.name  # the name of a parameter of the function: no other input's
+            return made
         if word == "attr":
             return self.graph.create_node("get_attr", json.loads(self._take("string")), name=hint)
         args, kwargs = self._arguments()
