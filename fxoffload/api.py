@@ -72,8 +72,8 @@ def compile(
         disk_budget_bytes=parse_bytes(disk_budget, "disk_budget"),
         disk_dir=None if disk_dir is None else _folder(disk_dir),
         pin_memory=pin_memory, outputs=outputs, numerics=numerics, replan=replan,
-        dump_dir=None if dump_dir is None else Path(dump_dir), max_shape=_shape_maxima(max_shape), pins=_pins(pins),
-        states=optimizer_states(optimizer),
+        dump_dir=None if dump_dir is None else Path(dump_dir), cache_dir=None if cache_dir is None else Path(cache_dir),
+        max_shape=_shape_maxima(max_shape), pins=_pins(pins), states=optimizer_states(optimizer),
     )
     samples = [as_call(batch)]
     known = Plan.load(plan) if isinstance(plan, (str, Path)) else plan

@@ -6,10 +6,12 @@ planned in what that leaves, or refused.
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.fx as fx
@@ -34,7 +36,7 @@ from .pins import PARAMETER_PLACES, VALUE_PLACES, Pin, idle_pins, pinned_names
 from .pipeline import Context, Pipeline, get_pass, pipeline_names
 from .planner import TRAINED_SHARE, USER_SCALAR_BYTES, Parameter, Problem, Solution, outside_bytes, place_parameters, solve
 from .places import named_constants, named_weights
-from .plans import GraphPlan, Plan, Prediction, Reside, SwapOut, neighbours
+from .plans import GraphPlan, Plan, Prediction, Reside, SwapOut, neighbours, plan_from
 from .reorder import solve_reordered, whole_losses
 from .runtime.slabs import whole_pages
 from .simulate import simulate
@@ -171,6 +173,39 @@ class Planning:
         if self._rehearses:
             unbind(lowered)
         return known.label, lowered
+
+    # What a later start need not find out again ------------------------------------------------------------------------
+
+    def is_repeatable(self) -> bool:
+        """False where the plan depends on how much host memory was free: what the host lacked went to the disk."""
+        if self.budgets.host_named or self.plan is None:
+            return True
+        swapped = any(isinstance(d, SwapOut) and d.tier is Tier.DISK for d in self.plan.decisions)
+        return not swapped and Tier.DISK not in self.homes.values()
+
+    def state(self) -> dict[str, object]:
+        """All that lowering graphs has decided so far, as JSON, for `resume`."""
+        assert self.plan is not None
+        return {
+            "plan": self.plan.to_json(), "resident": None if self.resident is None else sorted(self.resident),
+            "homes": {name: tier.value for name, tier in self.homes.items()}, "disk_file_bytes": self.disk_file_bytes,
+            "neighbours": None if self.neighbours is None else list(self.neighbours),
+        }
+
+    def covers(self, state: Mapping[str, Any]) -> bool:
+        """Whether the host has what the plan of a `state` needs, where no budget says so. Raises KeyError, TypeError or PlanError for
+        what is no state."""
+        if self.budgets.host_named or self.budgets.host_bytes is None:
+            return True
+        return plan_from(json.loads(state["plan"]), "plan").predicted.host_peak_bytes <= self.budgets.host_bytes
+
+    def resume(self, state: Mapping[str, Any]) -> None:
+        """Goes on where `state` was taken. Raises KeyError, TypeError, ValueError or PlanError for what is none."""
+        plan, homes = plan_from(json.loads(state["plan"]), "plan"), {name: Tier(tier) for name, tier in state["homes"].items()}
+        resident = None if state["resident"] is None else frozenset(state["resident"])
+        neighbours = None if state["neighbours"] is None else tuple(state["neighbours"])
+        self.plan, self.homes, self.resident, self.neighbours = plan, homes, resident, neighbours
+        self.disk_file_bytes = int(state["disk_file_bytes"])
 
     def decide(self, captured: CapturedStep) -> Plan:
         """The plan of a captured Step, made and not applied: what `lower` would decide. Raises PlanError when there is none."""

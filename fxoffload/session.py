@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 import weakref
@@ -15,6 +15,8 @@ from torch import nn
 
 from . import text
 from .capture import input_refs
+from .compile_cache.files import Files
+from .compile_cache.store import CompileCache, Restoring, Storing
 from .dispatch import settle_order
 from .footprint import Footprint
 from .graph import Role, output_of, root_of
@@ -59,6 +61,7 @@ class Options:
     numerics: str = "bitwise"
     replan: bool = True
     dump_dir: Path | None = None
+    cache_dir: Path | None = None
     max_shape: Mapping[str, int] = field(default_factory=dict)
     pins: tuple[Pin, ...] = ()
     states: States | None = None
@@ -88,6 +91,10 @@ class Session:
         self.writes = Writes(model)
         self._trainable = frozenset(n for n, p in model.named_parameters() if p.requires_grad)
         self._refs: list[InputRef] = []
+        # A graph that is not lowered anew writes no dumps.
+        self.cache = CompileCache(Files(options.cache_dir)) if options.cache_dir is not None and options.dump_dir is None else None
+        self.storing: Storing | None = None
+        self.restoring: Restoring | None = None
         self.planning = Planning(
             model, options.device,
             Budgets(options.device_budget_bytes, options.host_budget_bytes, options.disk_budget_bytes, options.pinned,
@@ -130,22 +137,30 @@ class Session:
         self._refs = input_refs(gm, self.router.scope, self.model)
         neutralize(gm.graph)
         gm.recompile()
+        through = self._through_autograd
+        run = through(gm, example_inputs) if self.cache is None else self.cache.compiled(self, gm, example_inputs, through)
+        self.places.reside(self.planning.resident or frozenset())
+        return run
+
+    def _through_autograd(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         methods: tuple[Callable[..., Any], ...] = (
             self._compile_half, self._compile_backward, self._compile_inference, self._partition)
-        run = aot_backend(*map(WeakBackend, methods))(gm, example_inputs)
-        self.places.reside(self.planning.resident or frozenset())
-        return run  # type: ignore[no-any-return]
+        return aot_backend(*map(WeakBackend, methods))(gm, inputs)  # type: ignore[no-any-return]
 
     def _partition(self, joint: fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, **_: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
-        step = step_graph(joint.graph, self._refs, num_fwd_outputs)
-        if returns_shadows(step) and any(self._refs[i].role is Role.BUFFER for i in written_inputs(joint.graph)):
-            self.router.leave_out_nothing()
-        lowered = self._lower(step)
+        lowered = self._lowered_step(joint.graph, num_fwd_outputs) if self.restoring is None else self.restoring.lowered(joint.graph)
         halves = split(lowered)
         return fx.GraphModule(root_of(halves.forward), halves.forward), fx.GraphModule(root_of(halves.backward), halves.backward)
 
+    def _lowered_step(self, joint: fx.Graph, n_outputs: int) -> fx.Graph:
+        step = step_graph(joint, self._refs, n_outputs)
+        if returns_shadows(step) and any(self._refs[i].role is Role.BUFFER for i in written_inputs(joint)):
+            self.router.leave_out_nothing()
+        return self._lower(step)
+
     def _compile_half(self, gm: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
         allow_second_backward()
+        self._note_wrappers()
         return self._executable(gm.graph, finishes=False)
 
     def _compile_backward(self, gm: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
@@ -162,11 +177,26 @@ class Session:
         return boxed(noticing)
 
     def _compile_inference(self, gm: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
-        n_outputs = len(gm.graph.output_node().args[0])  # type: ignore[arg-type]
-        lowered = self._lower(step_graph(gm.graph, self._refs, n_outputs))
+        if self.restoring is None:
+            n_outputs = len(gm.graph.output_node().args[0])  # type: ignore[arg-type]
+            lowered = self._lower(step_graph(gm.graph, self._refs, n_outputs))
+        else:
+            lowered = self.restoring.lowered(gm.graph)
+        self._note_wrappers()
         output = lowered.output_node()
         output.args = (output.args[0][0],)  # type: ignore[index]
         return self._executable(lowered, finishes=True)
+
+    def _note_wrappers(self) -> None:
+        for noting in (self.storing, self.restoring):
+            if noting is not None:
+                noting.wrapped()
+
+    def adopt(self, label: str, lowered: fx.Graph, state: Mapping[str, Any]) -> None:
+        """Takes a graph that an earlier start has planned and lowered, with its plan."""
+        self.planning.resume(state)
+        output_of(lowered).meta[text.LABEL] = label
+        self._keep(label, lowered)
 
     def _executable(self, graph: fx.Graph, finishes: bool) -> Callable[..., Any]:
         run, dry = self.litter.swept_before(self._compiled(graph, finishes)), self.router.dry
@@ -191,12 +221,17 @@ class Session:
             raise CaptureComplete  # nothing will run: neither code nor guards are made
         with heap_at_rest():
             label, lowered = self.planning.lower(CapturedStep.of(graph, self.router.maxima))
+            if self.storing is not None:
+                self.storing.lowered(label, lowered)
+        self._keep(label, lowered)
+        return lowered
+
+    def _keep(self, label: str, lowered: fx.Graph) -> None:
         self.graphs[label] = lowered
         if self.arena is not None:
             self.arena.reserve(MemoryMap.of(lowered, output_of(lowered).meta[text.BOUNDS]).arena_bytes)
         if self.places.settled:
             self.memory.reserve_disk(self.planning.disk_file_bytes)
-        return lowered
 
     def lower_captured(self) -> None:
         """Plans and lowers what was captured. Raises PlanError when no budget or plan covers it."""

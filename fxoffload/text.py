@@ -21,12 +21,11 @@ import difflib
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
-import sympy
 import torch
 import torch.fx as fx
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from .donation import given_away
 from .graph import Bounds, output_of, tensors_in
@@ -36,6 +35,7 @@ from .text_neutral import NeutralWriter
 from .text_reader import Reader
 from .text_words import HEADER
 from .text_writer import Writer
+from .torch_compat import symbol_hints
 
 # Meta key on the output node: what the header calls the graph.
 LABEL = "fxo_label"
@@ -105,18 +105,19 @@ def hint_bounds(graph: fx.Graph) -> Bounds:
     maxima: dict[str, int] = {}
     for node in graph.nodes:
         for size in _sizes(node.meta.get("val")):
-            hints = _hints(size.node.shape_env)
+            hints = symbol_hints(size.node.shape_env)
             maxima |= {str(symbol): int(hints[symbol]) for symbol in size.node.expr.free_symbols & hints.keys()}
     return Bounds(dict(sorted(maxima.items())))
 
 
-def parse(text: str, device: torch.device | None = None) -> fx.Graph:
+def parse(text: str, device: torch.device | None = None, mode: FakeTensorMode | None = None) -> fx.Graph:
     """The graph a text describes, with fake values whose compute device is `device`.
 
     Default "cpu:0": a compute device that every machine has and that differs from the host's "cpu". Symbols get a fresh
-    ShapeEnv with their maxima as hints. Raises ValueError with the line that cannot be read.
+    ShapeEnv with their maxima as hints; with `mode`, a capture's, they are its symbols of the same names, and values are of that mode.
+    Raises ValueError with the line that cannot be read.
     """
-    reader = Reader(parse_bounds(text), device or torch.device("cpu", 0))
+    reader = Reader(parse_bounds(text), device or torch.device("cpu", 0), mode)
     for number, line in _code_lines(text):
         try:
             reader.line(line)
@@ -181,11 +182,6 @@ def _sizes(value: object) -> Iterator[torch.SymInt]:
         yield value
     for tensor in tensors_in(value):
         yield from (size for size in (*tensor.shape, *tensor.stride()) if isinstance(size, torch.SymInt))
-
-
-def _hints(env: ShapeEnv) -> Mapping[sympy.Symbol, sympy.Integer]:
-    # torch 2.13 renamed the attribute and warns on the old name.
-    return env.backed_var_to_val if hasattr(env, "backed_var_to_val") else env.var_to_val
 
 
 class _LineMatcher(difflib.SequenceMatcher[str]):

@@ -21,6 +21,7 @@ from torch.utils._sympy.value_ranges import ValueRanges
 from . import neutral, products  # noqa: F401  (define the ops that texts name)
 from .effects import Tier
 from .graph import INFO, OUTPUT, Bounds, NodeInfo, Role
+from .torch_compat import symbol_hints
 from .text_words import CONSTANTS, DTYPES, FORMATS, HEADER, LAYOUTS, MODULES, contiguous_strides, expr_of, void_name
 
 _TOKEN = re.compile(
@@ -43,12 +44,12 @@ _ENUMS: Mapping[str, Callable[[str], Enum]] = {"role": Role, "tier": Tier}
 class Reader:
     """Reads the lines of one text into one graph."""
 
-    def __init__(self, bounds: Bounds, device: torch.device) -> None:
+    def __init__(self, bounds: Bounds, device: torch.device, mode: FakeTensorMode | None = None) -> None:
         self.graph = fx.Graph()
         self.label: str | None = None
         self._device, self._host = device, torch.device("cpu")
         self._nodes: dict[str, fx.Node] = {}
-        self._values = _Values(bounds)
+        self._values = _Values(bounds) if mode is None else _SharedValues(bounds, mode)
         self._tokens: list[tuple[str, str]] = []
 
     def line(self, line: str) -> None:
@@ -77,9 +78,11 @@ class Reader:
         word = self._take("word")
         if word == "return":
             return self.graph.create_node("output", "output", (self._value(),))  # type: ignore[arg-type]
-        hint = re.sub(r"\W+", "_", name or word.rsplit(".", 1)[-1])
+        hint = re.sub(r"^(?=\d)", "_", re.sub(r"\W+", "_", name or word.rsplit(".", 1)[-1]))
         if word == "input":
-            return self.graph.create_node("placeholder", hint, name=hint)
+            made = self.graph.create_node("placeholder", hint, name=hint)
+            made.target = made.name  # the name of a parameter of the function: no other input's
+            return made
         if word == "attr":
             return self.graph.create_node("get_attr", json.loads(self._take("string")), name=hint)
         args, kwargs = self._arguments()
@@ -306,6 +309,34 @@ class _Values:
             if isinstance(function, type) and issubclass(function, sympy.Basic):
                 return function(*map(self._read, node.args))
         raise ValueError(f"{ast.unparse(node)!r} is not a size")
+
+
+class _SharedValues(_Values):
+    """Fake values in a capture's own mode, of its own symbols: one for all nodes of a type."""
+
+    def __init__(self, bounds: Bounds, mode: FakeTensorMode) -> None:
+        env = mode.shape_env
+        assert env is not None
+        known = {str(symbol): symbol for symbol in env.var_to_range}
+        missing = sorted(set(bounds.maxima) - set(known))
+        if missing:
+            raise ValueError(f"the capture has no symbol {missing[0]}")
+        self._bounds, self._env, self._mode = bounds, env, mode
+        self._symbols = {name: known[name] for name in bounds.maxima}
+        self._exprs, self._layouts = {}, {}
+        self._tensors: dict[tuple[torch.dtype, str, torch.device], torch.Tensor] = {}
+
+    def _tensor(self, dtype: torch.dtype, text: str, device: torch.device) -> torch.Tensor:
+        key = (dtype, text, device)
+        if key not in self._tensors:
+            with self._env.suppress_guards():
+                self._tensors[key] = super()._tensor(dtype, text, device)
+        return self._tensors[key]
+
+    def _sym(self, expr: int | sympy.Basic) -> int | torch.SymInt:
+        if isinstance(expr, int) or expr.is_Integer:
+            return int(expr)
+        return self._env.create_symintnode(expr, hint=int(expr.xreplace(symbol_hints(self._env))))
 
 
 _OPERATORS: Mapping[type, Callable[..., sympy.Basic]] = {

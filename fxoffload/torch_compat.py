@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import os
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import CodeType
 from typing import Any, cast
 
+import sympy
 import torch
 import torch._dynamo
 import torch._dynamo.eval_frame
@@ -22,6 +24,7 @@ import torch.nn.attention
 from torch._C._dynamo.eval_frame import reset_code
 from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput, PlainAOTInput
 from torch._dynamo.backends.common import aot_autograd as _aot_autograd
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .errors import PlanError
@@ -231,3 +234,117 @@ def source_names(gm: fx.GraphModule) -> list[str | None]:
 def device_sleep(cycles: int) -> None:
     """Keeps the current CUDA stream busy for `cycles` of the device's clock (torch.cuda._sleep)."""
     torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
+
+
+def ambient_settings(device: torch.device) -> dict[str, object]:
+    """Every process-wide choice that tracing, or what a trace is planned to run on, depends on."""
+    cuda, types = torch.backends.cuda, sorted({"cpu", "cuda", device.type})
+    return {
+        "modes": {
+            "grad": torch.is_grad_enabled(), "inference": torch.is_inference_mode_enabled(), "anomaly": torch.is_anomaly_enabled(),
+            "function modes": torch._C._len_torch_function_stack(), "dispatch modes": torch._C._len_torch_dispatch_stack(),
+            "autocast": {t: (torch.is_autocast_enabled(t), torch.get_autocast_dtype(t)) for t in types},
+            "autocast cache": torch.is_autocast_cache_enabled(),
+        },
+        "numerics": {
+            "default dtype": torch.get_default_dtype(), "default device": torch.get_default_device(),
+            "matmul": torch.get_float32_matmul_precision(), "tf32": (cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32),
+            "reduced": (cuda.matmul.allow_fp16_reduced_precision_reduction, cuda.matmul.allow_bf16_reduced_precision_reduction),
+            "deterministic": (
+                torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled(),
+                torch.utils.deterministic.fill_uninitialized_memory),  # type: ignore[attr-defined]
+            "cudnn": (torch.backends.cudnn.enabled, torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark),
+            "mkldnn": torch.backends.mkldnn.enabled,  # type: ignore[attr-defined]
+        },
+        "attention": (
+            cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled(), cuda.cudnn_sdp_enabled(),
+            cuda.fp16_bf16_reduction_math_sdp_allowed()),
+        "card": _card(device),
+        "tracing": _settings_of(torch._functorch.config), "symbols": _settings_of(torch.fx.experimental._config),
+    }
+
+
+def _card(device: torch.device) -> object:
+    if device.type != "cuda":
+        return None
+    card = torch.cuda.get_device_properties(device)
+    return (card.name, card.major, card.minor, card.multi_processor_count, card.total_memory, torch.version.cuda)
+
+
+def _settings_of(config: Any) -> dict[str, object]:
+    """All settings of one of torch's config modules (torch.utils._config_module), private ones apart."""
+    return {name: value for name, value in config.get_config_copy().items() if not name.startswith("_")}
+
+
+def symbol_hints(env: ShapeEnv) -> Mapping[sympy.Symbol, sympy.Integer]:
+    """The value of every backed symbol at capture. torch 2.13 renamed the attribute and warns on the old name."""
+    return env.backed_var_to_val if hasattr(env, "backed_var_to_val") else env.var_to_val
+
+
+def tracing_mode() -> Any:
+    """The FakeTensorMode of the capture that is going on, with its ShapeEnv (torch._guards.TracingContext)."""
+    return torch._guards.TracingContext.get().fake_mode
+
+
+def copy_origin(made: fx.GraphModule, gm: fx.GraphModule) -> None:
+    """`made`, with the inputs of the Dynamo graph `gm`, counts as Dynamo's too: AOTAutograd's guards name where inputs come from
+    (torch._dynamo.backends.distributed.propagate_dynamo_metadata)."""
+    made.meta = dict(gm.meta)
+    if hasattr(gm, "_param_name_to_source"):
+        made._param_name_to_source = gm._param_name_to_source
+    for node, copy in zip(gm.graph.find_nodes(op="placeholder"), made.graph.find_nodes(op="placeholder"), strict=True):
+        if hasattr(node, "_dynamo_source"):
+            copy._dynamo_source = node._dynamo_source
+
+
+def symbol_facts() -> dict[str, object]:
+    """What the going capture has found out about its symbols: every guard, replacement and range (ShapeEnv)."""
+    env = tracing_mode().shape_env
+    return {
+        "guards": [str(guard.expr) for guard in env.guards],
+        "replacements": sorted((str(symbol), str(expr)) for symbol, expr in env.replacements.items()),
+        "ranges": sorted((str(symbol), str(bounds)) for symbol, bounds in env.var_to_range.items()),
+        "assertions": sorted(str(symbol) for symbol in env.deferred_runtime_asserts),
+    }
+
+
+# What AOTAutograd notes of a step beside what its wrappers do: where it was traced, and what is found out after the partition.
+_PASSING = frozenset({
+    "traced_tangents_descs", "tangent_source_stack_traces", "compile_id_str", "bw_donated_idxs", "dynamic_saved_tensors_idxs"})
+
+
+def wrapper_facts() -> dict[str, object] | None:
+    """What AOTAutograd's run-time wrappers of the step it is compiling are made from, as plain values: of two steps with equal facts
+    they are the same. None before it is known (ViewAndMutationMeta; asked by the compilers of forward and inference)."""
+    metadata = torch._guards.TracingContext.get().fw_metadata
+    if metadata is None:
+        return None
+    return {f.name: _facts_of(getattr(metadata, f.name)) for f in dataclasses.fields(metadata) if f.name not in _PASSING}
+
+
+def _facts_of(value: object) -> object:
+    if isinstance(value, torch.Tensor):
+        return (type(value).__name__, str(value.dtype), [str(n) for n in value.shape], [str(n) for n in value.stride()],
+                str(value.device), value.requires_grad)
+    if isinstance(value, (list, tuple)):
+        return [_facts_of(item) for item in value]
+    if isinstance(value, (set, frozenset)):
+        return sorted(map(str, value))
+    if isinstance(value, dict):
+        return sorted((str(key), _facts_of(item)) for key, item in value.items())
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: _facts_of(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    return value.__qualname__ if isinstance(value, type) else value if isinstance(value, (bool, int)) else str(value)
+
+
+def has_plain_wrappers(facts: dict[str, Any]) -> bool:
+    """Whether AOTAutograd's wrappers of a step (`wrapper_facts`) only pass values on: no input is written, no output is a view."""
+    written = any(
+        one[name] for one in facts["input_info"] for name in ("mutates_data", "mutates_metadata", "mutates_storage_metadata"))
+    views = any(one["output_type"] != "OutputType.non_alias" for one in facts["output_info"])
+    return not (written or views or facts["num_intermediate_bases"] or facts["tokens"])
+
+
+def returned_gradients(facts: dict[str, Any]) -> list[bool]:
+    """For each output of a step (`wrapper_facts`) whether it takes part in backward."""
+    return [bool(one["requires_grad"]) for one in facts["output_info"]]

@@ -165,6 +165,7 @@ class TrainConfig:
     numerics: Literal["bitwise", "reordered"] = "bitwise"
     executor: Literal["eager", "inductor"] = "eager"
     dump_dir: Path | None = None
+    cache_dir: Path | None = None  # the compile cache: a later start of the same run is not traced and planned again
     seed: int = 0
     output_dir: Path | None = None
     save_every: int | None = None  # default: once, at the end

@@ -141,6 +141,7 @@ def _compile(
             model, batches.largest_batch(), device=str(device), device_budget=config.device_budget,
             host_budget=config.host_budget, disk_budget=config.disk_budget, disk_dir=config.disk_dir, optimizer=optimizer,
             numerics=config.numerics, executor=config.executor, machine=config.machine, dump_dir=config.dump_dir,
+            cache_dir=config.cache_dir,
         )
 
 

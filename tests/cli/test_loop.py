@@ -38,11 +38,12 @@ class StandInCompile:
 def test_a_budget_goes_through_compile_with_the_contracts_arguments(configure: Configure) -> None:
     stand_in = StandInCompile()
     budgets = {"device_budget": "1 MiB", "host_budget": "2GiB", "disk_budget": 5}
-    budgeted = train(configure(**budgets, output_dir=None, save_every=None), compile_fn=stand_in)
+    budgeted = train(configure(**budgets, cache_dir="kept", output_dir=None, save_every=None), compile_fn=stand_in)
     plain = train(configure(output_dir=None, save_every=None))
     assert budgeted.losses == plain.losses
     assert (budgeted.device_budget_bytes, budgeted.predicted_device_peak_bytes) == (2**20, 77)
     assert {name: stand_in.options[name] for name in budgets} == budgets
+    assert stand_in.options["cache_dir"] == Path("kept")
     assert isinstance(stand_in.options["optimizer"], torch.optim.AdamW)
     assert stand_in.batch["input_ids"].shape == (2, 32)
     assert stand_in.closed == 1
