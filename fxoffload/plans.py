@@ -111,7 +111,8 @@ class Prediction:
 class GraphPlan:
     """Decisions for one Graph, the values its forward saves for backward, and its own prediction.
 
-    `reasons`: what `Plan.explain` tells beyond them; None in plans written before there were any.
+    `reasons`: what `Plan.explain` tells beyond them; None in plans written before there were any. `replays`: the device is told the step
+    once, as a recording that is replayed; else it is called op by op.
     """
 
     label: str
@@ -119,6 +120,7 @@ class GraphPlan:
     saved: tuple[str, ...]
     predicted: Prediction
     reasons: Reasons | None = None
+    replays: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,6 +210,8 @@ class Plan:
         for position, (fingerprint, graph) in enumerate(sorted(self.graphs.items())):
             lines += [f'    "{fingerprint}": {{', f'      "label": {json.dumps(graph.label)},']
             lines += [f'      "predicted": {json.dumps(asdict(graph.predicted), sort_keys=True)},']
+            if graph.replays:
+                lines += ['      "replays": true,']
             if graph.reasons is not None:
                 lines += [f'      "reasons": {json.dumps(graph.reasons.to_dict(), sort_keys=True)},']
             lines += ['      "saved": ['] + _strings(graph.saved, "        ") + ["      ],"]
@@ -257,7 +261,7 @@ def plan_from(raw: object, source: str) -> Plan:
         graphs = {
             fingerprint: GraphPlan(
                 g["label"], tuple(decision_from(d) for d in g["decisions"]), tuple(g["saved"]), Prediction(**g["predicted"]),
-                reasons_from(g.get("reasons")),
+                reasons_from(g.get("reasons")), g.get("replays", False) is True,
             )
             for fingerprint, g in raw["graphs"].items()
         }

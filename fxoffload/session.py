@@ -34,6 +34,7 @@ from .runtime.allocator import Cap, meter_for
 from .runtime.device_arena import DeviceArena
 from .runtime.executor import boxed, compile_eager, compile_placed
 from .runtime.host_memory import HostMemory
+from .runtime.replay import recordings_for
 from .runtime.transfers import engine_for
 from .split import split
 from .study import Study
@@ -41,6 +42,9 @@ from .swapped import ClassSwap, Home
 from .torch_compat import WeakBackend, allow_second_backward, aot_backend, written_inputs
 
 log = logging.getLogger("fxoffload")
+
+# On the output node of a lowered graph and its halves: whether it is to be replayed from a recording.
+_REPLAYS = "fxoffload_replays"
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +101,7 @@ class Session:
         self.engine = engine_for(options.device, self.memory)
         self.meter = None if options.planning_only else meter_for(options.device, self.memory)
         self.arena = DeviceArena(options.device) if Footprint.planned(machine).by_offsets and self.meter is None else None
+        self.recordings = recordings_for(options.device, self.engine, self.arena)
         self.cap = Cap(options.device, options.device_budget_bytes)
         # Last: what can be refused is refused above, before the model is touched.
         if hasattr(model, "config"):
@@ -140,6 +145,8 @@ class Session:
             self.router.leave_out_nothing()
         lowered = self._lower(step)
         halves = split(lowered)
+        for half in (halves.forward, halves.backward):
+            output_of(half).meta[_REPLAYS] = output_of(lowered).meta[_REPLAYS]
         return fx.GraphModule(root_of(halves.forward), halves.forward), fx.GraphModule(root_of(halves.backward), halves.backward)
 
     def _compile_half(self, gm: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
@@ -178,7 +185,8 @@ class Session:
 
     def _compiled(self, graph: fx.Graph, finishes: bool, continues: bool = False) -> Callable[..., Any]:
         if self.arena is not None:
-            return compile_placed(graph, self.engine, finishes, self.arena, continues)
+            recordings = self.recordings if output_of(graph).meta.get(_REPLAYS) else None
+            return compile_placed(graph, self.engine, finishes, self.arena, continues, recordings)
         if self.meter is None:
             return compile_eager(graph, self.engine, finishes)
         return self.meter.watched(compile_eager(graph, self.engine, finishes, self.meter.observe), graph)
@@ -190,6 +198,8 @@ class Session:
         with heap_at_rest():
             label, lowered = self.planning.lower(CapturedStep.of(graph, self.router.maxima))
         self.graphs[label] = lowered
+        assert self.plan is not None
+        output_of(lowered).meta[_REPLAYS] = any(known.label == label and known.replays for known in self.plan.graphs.values())
         if self.arena is not None:
             self.arena.reserve(MemoryMap.of(lowered, output_of(lowered).meta[text.BOUNDS]).arena_bytes)
         if self.places.settled:
@@ -254,6 +264,8 @@ class Session:
         self.places.restore()
         self.cap.lift()
         self.graphs.clear()
+        if self.recordings is not None:
+            self.recordings.release()
         if self.arena is not None:
             self.arena.release()
         self.memory.close()
