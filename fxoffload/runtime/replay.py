@@ -185,7 +185,7 @@ class Replay:
             return lambda _: _over(flat, shape, stride)
         if result.untyped_storage().data_ptr() == place[0]:
             # Not by where its elements are: it may have none.
-            offset, arena = result.storage_offset() * dtype.itemsize, self._arena
+            offset, arena = int(result.storage_offset()) * dtype.itemsize, self._arena
             return lambda _: arena.strided(offset, shape, stride, dtype)
         recording.copied.append(_flat(result))
         position = len(recording.copied) - 1
