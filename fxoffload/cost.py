@@ -42,7 +42,7 @@ def node_s(node: fx.Node, bounds: Bounds, machine: Machine) -> tuple[Channel, fl
         return Channel.COMPUTE, 0.0
     if spec is not None and spec.channel in (Channel.H2D, Channel.D2H):
         n_bytes = sum(tensor_bytes(v, bounds) for source in spec.nodes(node, "src") for v in tensors_in(source.meta.get("val")))
-        return spec.channel, machine.transfer_s(n_bytes, spec.channel, _host_tier(node, spec))
+        return spec.channel, machine.transfer_s(n_bytes, spec.channel, host_tier(node, spec))
     if spec is not None or op_name(node) == "getitem" or not tensors_in(node.meta.get("val")):
         return Channel.COMPUTE, 0.0
     return Channel.COMPUTE, seconds(work_of(node, bounds), machine)
@@ -98,7 +98,7 @@ def _apart(a: int, b: int) -> float:
     return abs(math.log(a / max(b, 1)))
 
 
-def _host_tier(node: fx.Node, spec: ops.Spec) -> Tier:
+def host_tier(node: fx.Node, spec: ops.Spec) -> Tier:
     """The host tier that a transfer reads or writes, of several sources the first's; pinned where the graph does not say."""
     origin = node if spec.channel is Channel.D2H else spec.nodes(node, "src")[0]
     while isinstance(origin, fx.Node) and is_view(origin):

@@ -33,7 +33,8 @@ def _summary(plan: Plan, predicted: Prediction) -> Iterator[str]:
     yield "parameters: " + ", ".join(f"{tier} {format_bytes(n)}" for tier, n in tiers.items() if n)
     yield "decisions: " + ", ".join(f"{kind} {n}" for kind, n in plan.count().items())
     yield "moved per step: " + (", ".join(f"{c} {format_bytes(n)}" for c, n in predicted.moved_bytes.items()) or "nothing")
-    yield f"step {_seconds(predicted.step_s)} on {plan.machine}"
+    told = ", told to the device once and replayed" if plan.longest.replays else ""
+    yield f"step {_seconds(predicted.step_s)} on {plan.machine}{told}"
     for one in plan.longest.kernels or ():
         yield (f"attention of {one.layers}: {one.kernel}, {len(one.names)} calls, each saves {format_bytes(one.saved_bytes)} for backward "
                f"and holds {format_bytes(one.scratch_bytes)} while it runs")

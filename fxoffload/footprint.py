@@ -22,7 +22,8 @@ class Footprint:
     """`overhead_bytes`: what libraries keep. `caches`: whether the allocator keeps blocks for reuse; if not, bytes are exact.
 
     `by_offsets`: values lie at planned offsets of one arena, with `gaps_bytes` between them, and `scratch_bytes` are left to the allocator
-    while a step runs, `between_steps_bytes` while none does.
+    while a step runs, `between_steps_bytes` while none does. `recording_bytes`: what a step takes beside them when it is replayed from a
+    recording (`replays.py`), whose scratch is in a pool of its own; None when it is called op by op.
     """
 
     overhead_bytes: int = 0
@@ -31,6 +32,7 @@ class Footprint:
     scratch_bytes: int = 0
     between_steps_bytes: int = 0
     gaps_bytes: int = 0
+    recording_bytes: int | None = None
 
     @staticmethod
     def of(machine: Machine) -> Footprint:
@@ -50,7 +52,7 @@ class Footprint:
     def needed_bytes(self, live_bytes: int) -> int:
         """What the allocator must be allowed to reserve for so many live bytes."""
         if self.by_offsets:
-            return live_bytes + self.gaps_bytes + self.scratch_needed_bytes(max(self.scratch_bytes, self.between_steps_bytes))
+            return live_bytes + self.gaps_bytes + self.beside_bytes(self.scratch_bytes) + (self.recording_bytes or 0)
         return live_bytes + (-(-live_bytes // _HOLES_PER) if self.caches else 0)
 
     def live_bytes(self, reserved_bytes: int) -> int:
@@ -65,6 +67,12 @@ class Footprint:
             return live_bytes
         taken = live_bytes + -(-live_bytes // _HOLES_PER) + _OPEN_PAGES_BYTES
         return taken if limit_bytes is None else min(taken, limit_bytes)
+
+    def beside_bytes(self, scratch_bytes: int) -> int:
+        """What the allocator reserves for a step's scratch, and for what is done between steps."""
+        if self.recording_bytes is None:
+            return self.scratch_needed_bytes(max(scratch_bytes, self.between_steps_bytes))
+        return self.scratch_needed_bytes(scratch_bytes) + self.scratch_needed_bytes(self.between_steps_bytes)
 
     def scratch_needed_bytes(self, scratch_bytes: int) -> int:
         """What the allocator reserves for so many bytes of scratch."""

@@ -20,6 +20,7 @@ from .graph import Bounds, info
 from .liveness import Liveness, Storage, base_nodes, liveness, no_workspace, owner_of
 from .offsets import ALIGNMENT, Lifetime, aligned
 from .out_variants import out_variant
+from .replays import anew_bytes
 
 # In a Llama's step what an attention's backward makes lives for 61 nodes at most, what a layer saves for its own backward for 96 at least.
 _SOON_NODES = 64
@@ -29,12 +30,16 @@ COPIES = frozenset({torch.ops.aten.clone.default, torch.ops.aten._to_copy.defaul
 
 @dataclass(frozen=True, slots=True)
 class MemoryMap:
-    """Bytes on the device by where they lie. What is there at once is never more than their sum."""
+    """Bytes on the device by where they lie. What is there at once is never more than their sum.
+
+    `anew_bytes`: of the inputs, those that come anew in every step.
+    """
 
     inputs_bytes: int
     returned_bytes: int
     arena_bytes: int
     scratch_bytes: int
+    anew_bytes: int = 0
 
     @staticmethod
     def of(graph: fx.Graph, bounds: Bounds, workspace: Callable[[fx.Node], int] = no_workspace) -> MemoryMap:
@@ -48,12 +53,14 @@ class MemoryMap:
         return MemoryMap(
             sum(aligned(s.n_bytes) for s in on_device if s.is_input),
             sum(aligned(s.n_bytes) for s in on_device if s in live.escapes and not s.is_input),
-            max(ends, default=0), scratch_bytes(live, placed, workspace))
+            max(ends, default=0), scratch_bytes(live, placed, workspace), anew_bytes(graph, bounds))
 
     def taken_bytes(self, footprint: Footprint, outside_bytes: int) -> int:
         """What the allocator reserves, `outside_bytes` that are no value of the graph among it."""
-        scratch = footprint.scratch_needed_bytes(max(self.scratch_bytes, footprint.between_steps_bytes))
-        return outside_bytes + self.inputs_bytes + self.returned_bytes + self.arena_bytes + scratch
+        beside = footprint.beside_bytes(self.scratch_bytes)
+        if footprint.recording_bytes is not None:
+            beside += footprint.overhead_bytes + self.anew_bytes + self.returned_bytes
+        return outside_bytes + self.inputs_bytes + self.returned_bytes + self.arena_bytes + beside
 
 
 def placeable(live: Liveness) -> dict[Storage, fx.Node]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -124,10 +124,9 @@ class Writes:
         """Notes no more steps."""
         _OPEN.discard(self)
 
-    def state(self) -> list[int]:
-        """Compare two of them."""
-        model = self._model()
-        return [self._n_steps, *(p._version for p in model.parameters())] if model is not None else []
+    def state(self, parameters: Sequence[torch.Tensor]) -> list[int]:
+        """Compare two of them, with the model's `parameters`."""
+        return [self._n_steps, *(p._version for p in parameters)]
 
     def _note(self, optimizer: torch.optim.Optimizer) -> None:
         model = self._model()

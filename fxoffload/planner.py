@@ -80,7 +80,7 @@ class Solution:
     """The chosen residency and decisions, the lowered graph they give, and what the simulator says of it.
 
     `estimated_s`: the seconds it was chosen for, before it was lowered; `tried`: every candidate of the search. `over_bytes`: what it takes
-    above the budget once its values have their offsets.
+    above the budget once its values have their offsets. `replays`: it is to be recorded.
     """
 
     resident: frozenset[str]
@@ -90,6 +90,7 @@ class Solution:
     estimated_s: float
     tried: tuple[Tried, ...] = ()
     over_bytes: int = 0
+    replays: bool = False
 
 
 @dataclass(frozen=True, slots=True)

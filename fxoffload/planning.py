@@ -38,6 +38,7 @@ from .planner import TRAINED_SHARE, USER_SCALAR_BYTES, Parameter, Problem, Solut
 from .places import named_constants, named_weights
 from .plans import GraphPlan, Plan, Prediction, Reside, SwapOut, neighbours, plan_from
 from .reorder import solve_reordered, whole_losses
+from .replays import obstacle, recorded, replaying
 from .runtime.slabs import whole_pages
 from .simulate import simulate
 from .sizes import format_bytes
@@ -50,6 +51,8 @@ log = logging.getLogger("fxoffload")
 
 # A root and a quotient of all second moments, as torch's foreach kernels make them.
 _OPTIMIZER_TEMPORARIES = 2
+# A recording that takes less than one byte of the budget in so many is not compared with calling the step.
+_NOTICEABLE = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +161,8 @@ class Planning:
         elif self._has_other_kernels(self.plan.graphs[fingerprint], kernels_in(graph, captured.bounds, workspace)):
             self._extend(graph, context, fingerprint)
         lowered = self._apply(graph, context, fingerprint)
-        short = self._shortfall(graph, lowered, context)
+        assert self.plan is not None
+        short = self._shortfall(graph, lowered, context, self.plan.graphs[fingerprint].replays)
         if short > 0:
             if not self.replan:
                 raise PlanError(f"at these sizes the plan needs {short} bytes more than device_budget, and replan=False", short)
@@ -215,9 +219,11 @@ class Planning:
         assert self.plan is not None
         return self.plan
 
-    def _shortfall(self, graph: fx.Graph, lowered: fx.Graph, context: Context) -> int:
+    def _shortfall(self, graph: fx.Graph, lowered: fx.Graph, context: Context, replays: bool) -> int:
         """Device bytes a lowered graph needs above the budget: a plan made for smaller sizes may not fit at these."""
         problem = self._problem(graph, context)
+        if replays:
+            problem = self._recorded(problem)
         outside = problem.fixed_bytes + outside_bytes(problem, self.resident or frozenset())
         if problem.footprint.by_offsets:
             taken = MemoryMap.of(lowered, context.bounds, context.workspace).taken_bytes(problem.footprint, outside)
@@ -295,7 +301,7 @@ class Planning:
         assert isinstance(context.workspace, Workspace)
         graph_plan = GraphPlan(
             label, solution.decisions, saved_of(solution.lowered), self._prediction(solution), reasons,
-            kernels_in(graph, context.bounds, context.workspace))
+            kernels_in(graph, context.bounds, context.workspace), solution.replays)
         if self.plan is None:
             self.resident = solution.resident
             host = self.budgets.host_bytes if self.budgets.host_named else None
@@ -324,13 +330,19 @@ class Planning:
 
     def _between_steps_bytes(self) -> int:
         """What an optimizer that steps over all its parameters at once needs for itself, of those that may be on the device."""
-        if self.states is None:
-            return 0
+        reside = self._trained_residents()
+        return _OPTIMIZER_TEMPORARIES * sum(p.nbytes for n, p in named_weights(self.model) if n in reside)
+
+    def _trained_residents(self) -> frozenset[str]:
+        """Trained parameters that are, or may be, on the device."""
         trained = {n: p.nbytes for n, p in named_weights(self.model) if p.requires_grad}
+        if self.states is None:
+            return frozenset()
+        if self.resident is not None:
+            return self.resident & trained.keys()
         pinned = pinned_names(self.pins, trained, PARAMETER_PLACES)
         all_reside = sum(trained.values()) <= TRAINED_SHARE * sum(p.nbytes for _, p in named_weights(self.model))
-        reside = {n for n in trained if all_reside or pinned.get(n) == "device"} if self.resident is None else self.resident
-        return _OPTIMIZER_TEMPORARIES * sum(n_bytes for n, n_bytes in trained.items() if n in reside)
+        return frozenset(n for n in trained if all_reside or pinned.get(n) == "device")
 
     def parameters(self) -> dict[str, Parameter]:
         """Every parameter with its bytes and the tier it has off the device."""
@@ -372,8 +384,32 @@ class Planning:
         return solution
 
     def _solve(self, graph: fx.Graph, context: Context) -> Solution:
-        problem = self._problem(graph, context)
+        """The Solution to be replayed from a recording, where the step can be recorded and that has room; else to be called.
+
+        Where a recording takes a noticeable share of the budget, it must not be the slower one.
+        """
+        called = self._problem(graph, context)
+        if not (called.footprint.by_offsets and self.budgets.pinned) or obstacle(graph) is not None:
+            return self._solution(called)
+        try:
+            solution = replace(self._solution(self._recorded(called)), replays=True)
+        except PlanError:
+            return self._solution(called)
+        more = self._recorded(called).footprint.needed_bytes(0) - called.footprint.needed_bytes(0)
+        if obstacle(solution.lowered) is not None:
+            return self._solution(called)
+        if more * _NOTICEABLE < self.budgets.device_bytes:
+            return solution
+        return min([solution, self._solution(called)], key=lambda one: one.simulation.step_s)
+
+    def _solution(self, problem: Problem) -> Solution:
         return solve_reordered(problem) if self.numerics == "reordered" else solve(problem)
+
+    def _recorded(self, problem: Problem) -> Problem:
+        """The problem of the same step when it is replayed from a recording."""
+        trained = sum(p.n_bytes for p in problem.parameters.values() if p.trainable and p.fqn in self._trained_residents())
+        footprint = recorded(problem.footprint, problem.graph, problem.context.bounds, trained)
+        return replace(problem, machine=replaying(self.machine), footprint=footprint)
 
     def _host_short(self, solution: Solution) -> int:
         if self.budgets.host_bytes is None:
@@ -546,6 +582,7 @@ def summary(graph_plan: GraphPlan) -> str:
     inserted = ", ".join(f"{n} {kind}" for kind, n in sorted(counts.items())) or "nothing inserted: an identity rewrite"
     p = graph_plan.predicted
     step = f", {p.step_s:.4f} s" if p.step_s is not None else ""
+    step += ", replayed" if graph_plan.replays else ""
     kernels = "".join(f"; attention {words}" for words in [_kernel_words(graph_plan)] if words)
     return f"{inserted}{kernels}; predicted device {format_bytes(p.device_peak_bytes)}, host {format_bytes(p.host_peak_bytes)}{step}"
 

@@ -114,6 +114,7 @@ class GraphPlan:
 
     `reasons`: what `Plan.explain` tells beyond them; `kernels`: what is assumed to compute attention, () where there is none. Both are
     None in plans written before there were any.
+    `replays`: the device is told the step once, as a recording that is replayed; else it is called op by op.
     """
 
     label: str
@@ -122,6 +123,7 @@ class GraphPlan:
     predicted: Prediction
     reasons: Reasons | None = None
     kernels: tuple[AttentionKernel, ...] | None = None
+    replays: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,6 +213,8 @@ class Plan:
         for position, (fingerprint, graph) in enumerate(sorted(self.graphs.items())):
             lines += [f'    "{fingerprint}": {{', f'      "label": {json.dumps(graph.label)},']
             lines += [f'      "predicted": {json.dumps(asdict(graph.predicted), sort_keys=True)},']
+            if graph.replays:
+                lines += ['      "replays": true,']
             if graph.reasons is not None:
                 lines += [f'      "reasons": {json.dumps(graph.reasons.to_dict(), sort_keys=True)},']
             if graph.kernels is not None:
@@ -263,6 +267,7 @@ def plan_from(raw: object, source: str) -> Plan:
             fingerprint: GraphPlan(
                 g["label"], tuple(decision_from(d) for d in g["decisions"]), tuple(g["saved"]), Prediction(**g["predicted"]),
                 reasons_from(g.get("reasons")), None if g.get("kernels") is None else tuple(AttentionKernel(**k) for k in g["kernels"]),
+                g.get("replays", False) is True,
             )
             for fingerprint, g in raw["graphs"].items()
         }

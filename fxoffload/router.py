@@ -24,6 +24,7 @@ from .integrations import transformers
 from .outputs import detached, has_shadows, only_loss, with_lazy_outputs
 from .swapped import plain_forward
 from .torch_compat import CAPTURE_FAILURES, CompiledStep, capture_config, failure_text, inner_error, mark_dynamic
+from .walk import Walk
 
 if TYPE_CHECKING:
     from .session import Session
@@ -169,10 +170,11 @@ class Router:
         generation = self._generation(call)
         is_new = generation not in self.generations
         self.maxima, self.scope = generation.maxima, {"module": self.session.model, "args": call.args, "kwargs": call.kwargs}
-        lazy = LazyCall.of(self, call) if torch.is_grad_enabled() and self.shadows else None
+        walk = Walk.over(self.session.model)
+        lazy = LazyCall.of(self, call, walk) if torch.is_grad_enabled() and self.shadows else None
         try:
             with self.session.home.entered(), capture_config(), call.look.entered():
-                out = generation.step(self.session.model, call.args, call.kwargs, self._variant())
+                out = generation.step(self.session.model, call.args, call.kwargs, self._variant(walk))
         except CAPTURE_FAILURES as error:
             raise self._failure(error) from None
         except CaptureComplete:
@@ -185,13 +187,13 @@ class Router:
             self.generations.append(generation)
         return out, lazy
 
-    def _variant(self) -> str:
+    def _variant(self, walk: Walk) -> str:
         """A word for what is trained in which dtype, and for the switches of attention's kernels; each is a capture of its own (a number
         would become a symbol).
 
         torch 2.11 looks at a frozen parameter no more once it is captured, and would not see it thawed.
         """
-        now = switches(), tuple((p.requires_grad, p.dtype) for p in self.session.model.parameters())
+        now = switches(), tuple((p.requires_grad, p.dtype) for p in walk.parameters)
         return self.variants.setdefault(now, f"trained-{len(self.variants)}")
 
     def _failure(self, error: Exception) -> BaseException:
@@ -219,25 +221,26 @@ class LazyCall:
     Raises RuntimeError when a parameter changed since the call: the outputs of then cannot be computed any more.
     """
 
-    def __init__(self, router: Router, call: Call, rng: dict[torch.device, torch.Tensor]) -> None:
+    def __init__(self, router: Router, call: Call, rng: dict[torch.device, torch.Tensor], walk: Walk) -> None:
         self.router, self.call_, self.rng = router, call, rng
-        self.written = router.session.writes.state()
-        self.modes = [module.training for module in router.session.model.modules()]
+        self.written = router.session.writes.state(walk.parameters)
+        self.modes = [module.training for module in walk.modules]
         self.autocast = AutocastState.of(router.session.options.device.type)
 
     @staticmethod
-    def of(router: Router, call: Call) -> LazyCall:
+    def of(router: Router, call: Call, walk: Walk) -> LazyCall:
         """The call as it is about to run."""
         devices = {torch.device("cpu"), router.session.options.device}
-        return LazyCall(router, call, {d: ops.get_rng_state(d) for d in sorted(devices, key=str)})
+        return LazyCall(router, call, {d: ops.get_rng_state(d) for d in sorted(devices, key=str)}, walk)
 
     def __call__(self) -> Mapping[str, Any]:
         session = self.router.session
         if session.closed:
             raise RuntimeError("this output was not read before close()")
-        if self.written != session.writes.state():
+        walk = Walk.over(session.model)
+        if self.written != session.writes.state(walk.parameters):
             raise RuntimeError("this output was not read before the parameters changed; read it before optimizer.step()")
-        modules = list(session.model.modules())
+        modules = walk.modules
         now = {d: ops.get_rng_state(d) for d in self.rng}, [m.training for m in modules]
         self._set(modules, self.rng, self.modes)
         try:

@@ -37,6 +37,7 @@ from .runtime.allocator import Cap, meter_for
 from .runtime.device_arena import DeviceArena
 from .runtime.executor import boxed, compile_eager, compile_placed
 from .runtime.host_memory import HostMemory
+from .runtime.replay import recordings_for
 from .runtime.transfers import engine_for
 from .split import split
 from .study import Study
@@ -44,6 +45,9 @@ from .swapped import ClassSwap, Home
 from .torch_compat import WeakBackend, allow_second_backward, aot_backend, written_inputs
 
 log = logging.getLogger("fxoffload")
+
+# On the output node of a lowered graph: whether it is to be replayed from a recording; on those of its halves: that node.
+_REPLAYS, _WHOLE = "fxoffload_replays", "fxoffload_whole"
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +110,7 @@ class Session:
         self.engine = engine_for(options.device, self.memory)
         self.meter = None if options.planning_only else meter_for(options.device, self.memory)
         self.arena = DeviceArena(options.device) if Footprint.planned(machine).by_offsets and self.meter is None else None
+        self.recordings = recordings_for(options.device, self.engine, self.arena)
         self.cap = Cap(options.device, options.device_budget_bytes)
         # Last: what can be refused is refused above, before the model is touched.
         if hasattr(model, "config"):
@@ -150,6 +155,8 @@ class Session:
     def _partition(self, joint: fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, **_: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         lowered = self._lowered_step(joint.graph, num_fwd_outputs) if self.restoring is None else self.restoring.lowered(joint.graph)
         halves = split(lowered)
+        for half in (halves.forward, halves.backward):
+            output_of(half).meta[_WHOLE] = output_of(lowered)
         return fx.GraphModule(root_of(halves.forward), halves.forward), fx.GraphModule(root_of(halves.backward), halves.backward)
 
     def _lowered_step(self, joint: fx.Graph, n_outputs: int) -> fx.Graph:
@@ -210,7 +217,9 @@ class Session:
 
     def _compiled(self, graph: fx.Graph, finishes: bool, continues: bool = False) -> Callable[..., Any]:
         if self.arena is not None:
-            return compile_placed(graph, self.engine, finishes, self.arena, continues)
+            whole = output_of(graph).meta.get(_WHOLE, output_of(graph))
+            recordings = self.recordings if whole.meta[_REPLAYS] else None
+            return compile_placed(graph, self.engine, finishes, self.arena, continues, recordings)
         if self.meter is None:
             return compile_eager(graph, self.engine, finishes)
         return self.meter.watched(compile_eager(graph, self.engine, finishes, self.meter.observe), graph)
@@ -228,6 +237,8 @@ class Session:
 
     def _keep(self, label: str, lowered: fx.Graph) -> None:
         self.graphs[label] = lowered
+        assert self.plan is not None
+        output_of(lowered).meta[_REPLAYS] = any(known.label == label and known.replays for known in self.plan.graphs.values())
         if self.arena is not None:
             self.arena.reserve(MemoryMap.of(lowered, output_of(lowered).meta[text.BOUNDS]).arena_bytes)
         if self.places.settled:
@@ -291,6 +302,8 @@ class Session:
         self.places.restore()
         self.cap.lift()
         self.graphs.clear()
+        if self.recordings is not None:
+            self.recordings.release()
         if self.arena is not None:
             self.arena.release()
         self.memory.close()

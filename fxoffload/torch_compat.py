@@ -24,7 +24,7 @@ import torch.nn.attention
 from torch._C._dynamo.eval_frame import reset_code
 from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput, PlainAOTInput
 from torch._dynamo.backends.common import aot_autograd as _aot_autograd
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_unbacked_symbols
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .errors import PlanError
@@ -106,6 +106,11 @@ def fake_like(like: torch.Tensor, shape: tuple[int | torch.SymInt, ...], dtype: 
         if mode.shape_env is not None:
             stack.enter_context(mode.shape_env.suppress_guards())
         return like.new_empty(shape, dtype=dtype)
+
+
+def has_unbacked_sizes(value: object) -> bool:
+    """Whether a fake value's sizes, or the value itself, are known only once it is there (torch.fx.experimental.symbolic_shapes)."""
+    return isinstance(value, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)) and bool(free_unbacked_symbols(value))
 
 
 def written_inputs(joint: fx.Graph) -> list[int]:

@@ -36,11 +36,15 @@ class DeviceArena:
 
     def holds(self, values: Sequence[object]) -> bool:
         """Whether one of the values lies in the arena."""
-        if self._storage is None:
-            return False
-        begin = self._storage.data_ptr()
-        end = begin + self._storage.nbytes()
+        begin, end = self.extent()
         return any(isinstance(v, torch.Tensor) and v.device == self.device and begin <= v.data_ptr() < end for v in values)
+
+    def extent(self) -> tuple[int, int]:
+        """The addresses of its first byte and of the one behind its last; (0, 0) before it is first used."""
+        if self._storage is None:
+            return 0, 0
+        begin = self._storage.data_ptr()
+        return begin, begin + self._storage.nbytes()
 
     def empty(self, offset: int, dtype: torch.dtype) -> torch.Tensor:
         """A tensor without elements that begins at `offset` bytes: what an out variant resizes to its result."""

@@ -20,6 +20,7 @@ from ..layout import part_of
 from ..torch_compat import boxed_codegen, keeps_graph
 from .device_arena import DeviceArena
 from .placed import ALONE, LoadedThere, placed_call, places
+from .replay import Recordings, Replay
 from .transfers import SynchronousEngine, StreamEngine
 
 log = logging.getLogger("fxoffload")
@@ -52,14 +53,19 @@ def compile_eager(
 
 
 def compile_placed(
-    graph: fx.Graph, engine: SynchronousEngine | StreamEngine, finishes: bool, arena: DeviceArena, continues: bool
+    graph: fx.Graph, engine: SynchronousEngine | StreamEngine, finishes: bool, arena: DeviceArena, continues: bool,
+    recordings: Recordings | None = None,
 ) -> Boxed:
     """A function like `compile_eager`'s whose values lie in the arena, as long as the step has it for itself.
 
     A step that begins while another has not ended, and a backward that may be run again, get their memory from the allocator: what lies
-    in the arena stays. `continues`: the graph is a backward, which has the arena if its forward had.
+    in the arena stays. `continues`: the graph is a backward, which has the arena if its forward had. `recordings`: where the step is to be
+    replayed from.
     """
-    placed = compile_eager(graph, engine, finishes, arena=arena)
+    if recordings is None:
+        placed: Callable[[list[object]], Sequence[object]] = compile_eager(graph, engine, finishes, arena=arena)
+    else:
+        placed = Replay(graph, compile_eager(graph, engine, False, arena=arena), arena, recordings, finishes)
 
     @functools.cache
     def apart() -> Boxed:

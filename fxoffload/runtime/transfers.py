@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -93,6 +94,15 @@ class Transfer:
     borrowed: Sequence[torch.Tensor]
 
 
+@dataclass(slots=True)
+class Recorded:
+    """Bytes and number of copies per channel, as the engine counts them, and the host memory that they write: it is theirs."""
+
+    moved_bytes: Counter[str] = field(default_factory=Counter)
+    copies: Counter[str] = field(default_factory=Counter)
+    held: list[torch.Tensor] = field(default_factory=list)
+
+
 class StreamEngine:
     """Devices with streams: one side stream per direction.
 
@@ -110,6 +120,7 @@ class StreamEngine:
         self.copies: Counter[str] = Counter()
         self._last_in: torch.Event | None = None
         self._to_host: list[Transfer] = []
+        self._recorded: Recorded | None = None
 
     def swap_in(self, src: torch.Tensor, new: New | None = None) -> Transfer:
         out = (new or self._new)(src.shape, src.stride(), src.dtype)
@@ -127,6 +138,8 @@ class StreamEngine:
         # side stream waits for.
         transfer = Transfer(out, self._copied(((out, src),), self.d2h), (src,))
         self._to_host.append(transfer)
+        if self._recorded is not None:
+            self._recorded.held.append(out)
         return transfer
 
     def wait(self, transfer: Transfer) -> torch.Tensor:
@@ -143,6 +156,23 @@ class StreamEngine:
             # The caller may write what the copies to the device read.
             self._last_in.synchronize()
             self._last_in = None
+
+    @contextlib.contextmanager
+    def recorded(self) -> Iterator[Recorded]:
+        """Inside, copies are recorded with the graph that issues them, and not made: nothing of them is to be waited for afterwards."""
+        before = self.moved_bytes.copy(), self.copies.copy(), self._to_host.copy(), self._last_in
+        found = self._recorded = Recorded()
+        try:
+            yield found
+        finally:
+            found.moved_bytes, found.copies = self.moved_bytes - before[0], self.copies - before[1]
+            self.moved_bytes, self.copies, self._to_host, self._last_in = before
+            self._recorded = None
+
+    def count(self, recorded: Recorded) -> None:
+        """Counts copies that were replayed."""
+        self.moved_bytes.update(recorded.moved_bytes)
+        self.copies.update(recorded.copies)
 
     def _new(self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty_strided(shape, stride, dtype=dtype, device=self.device)

@@ -1,0 +1,236 @@
+"""Steps that the device is told once: what a lowered graph issues is recorded as a CUDA graph and issued again by one call.
+
+A recording holds addresses, so it is good for as long as all it reads and writes lies where it lay: values at their offsets in the arena,
+parameters and host memory where they are. What comes anew in every step (the batch, tangents) is copied to where the recording reads it,
+and what the caller gets on the device (losses, gradients) is copied out of it. What he gets on the host (gradients) he gets as it is: as
+long as he has it, the step is called.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from ..graph import info
+from ..layout import extent_bytes
+from ..replays import comes_anew
+from .device_arena import DeviceArena
+from .transfers import Recorded, StreamEngine, SynchronousEngine
+
+log = logging.getLogger("fxoffload")
+
+Boxed = Callable[[list[object]], Sequence[object]]
+Results = Sequence[object]
+Given = Sequence[object]
+
+# Calls alike before one is recorded: by then kernels are loaded and libraries have their memory.
+_WARM_CALLS = 2
+
+
+class Recordings:
+    """What the recordings of one Session share: the engine of their copies, the stream they are made on, and the memory of what lies in
+    no arena."""
+
+    def __init__(self, device: torch.device, engine: StreamEngine) -> None:
+        self.device, self.engine = device, engine
+        self._stream = torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+        self._replays: weakref.WeakSet[Replay] = weakref.WeakSet()
+
+    def add(self, replay: Replay) -> None:
+        """`release` is to know of it."""
+        self._replays.add(replay)
+
+    def record(self, call: Boxed, given: Given) -> tuple[Results, Callable[[], None]]:
+        """The results of a call, whose work is not done, and what does it. Raises RuntimeError where some of it cannot be recorded."""
+        # The pool is apart from the memory that calls have left cached.
+        torch.cuda.synchronize(self.device)
+        torch.cuda.empty_cache()
+        graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                results = call(list(given))
+            finally:
+                graph.capture_end()
+        current.wait_stream(self._stream)
+        return results, graph.replay
+
+    def wait(self) -> None:
+        """Returns when what was replayed on this stream is done."""
+        torch.cuda.current_stream(self.device).synchronize()
+
+    def release(self) -> None:
+        """Forgets every recording."""
+        for replay in list(self._replays):
+            replay.forget()
+
+
+def recordings_for(device: torch.device, engine: SynchronousEngine | StreamEngine, arena: DeviceArena | None) -> Recordings | None:
+    """Recordings where a device can be told a step once: CUDA, with memory planned by offsets."""
+    if device.type != "cuda" or arena is None or not isinstance(engine, StreamEngine):
+        return None
+    return Recordings(device, engine)
+
+
+@dataclass(slots=True)
+class _Recording:
+    """`inputs`: positions of arguments that come anew, and where each is read; `outputs`: one way per result to give it to the caller;
+    `copied`: results that are copied out, and `fresh`, their copies of the step at work; `lent`: host memory that the caller gets, and
+    how many look into it while he does not."""
+
+    replay: Callable[[], None]
+    recorded: Recorded
+    inputs: list[tuple[int, torch.Tensor]]
+    outputs: list[Callable[[Given], object]] = field(default_factory=list)
+    copied: list[torch.Tensor] = field(default_factory=list)
+    fresh: list[torch.Tensor] = field(default_factory=list)
+    lent: list[tuple[torch.UntypedStorage, int]] = field(default_factory=list)
+
+    def is_free(self) -> bool:
+        """Nobody looks into the host memory that it writes."""
+        return all(_n_uses(storage) <= n for storage, n in self.lent)
+
+
+class Replay:
+    """A boxed function that calls `call` until it was called with the like of its arguments twice in a row, and then replays a recording.
+
+    `call`: the function of `graph`, which waits for none of its copies; `ends`: host memory may be read and written when it returns.
+    """
+
+    def __init__(self, graph: fx.Graph, call: Boxed, arena: DeviceArena, recordings: Recordings, ends: bool) -> None:
+        self._call, self._arena, self._recordings, self._engine, self._ends = call, arena, recordings, recordings.engine, ends
+        self._anew = [comes_anew(info(node).role) for node in graph.find_nodes(op="placeholder")]
+        self._alike: tuple[object, ...] | None = None
+        self._n_alike = 0
+        self._recording: _Recording | None = None
+        self._failed = False
+        recordings.add(self)
+
+    def forget(self) -> None:
+        """Gives the recording's memory back; it may be made again."""
+        self._recording, self._alike = None, None
+
+    def __call__(self, arguments: list[object]) -> Results:
+        if self._failed:
+            return self._called(arguments)
+        place = self._arena.extent()
+        anew = [i for i, (may, value) in enumerate(zip(self._anew, arguments, strict=True)) if may and _is_elsewhere(value, place)]
+        alike = self._look(arguments, anew, place)
+        if alike != self._alike:
+            self.forget()
+            self._alike, self._n_alike = alike, 0
+        if self._recording is None:
+            self._n_alike += 1
+            if self._n_alike > _WARM_CALLS:
+                self._recording = self._recorded(arguments, anew, place)
+        if self._recording is None or not self._recording.is_free():
+            return self._called(arguments)
+        return self._replayed(self._recording, arguments)
+
+    def _called(self, arguments: list[object]) -> Results:
+        results = self._call(arguments)
+        if self._ends:
+            self._engine.finish()
+        return results
+
+    def _look(self, arguments: Given, anew: Sequence[int], place: tuple[int, int]) -> tuple[object, ...]:
+        """All that a recording depends on: equal looks, and it may be replayed."""
+        look: list[object] = [place, torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision(), len(anew)]
+        look += [value.data_ptr() if isinstance(value, torch.Tensor) else value for value in arguments]
+        for i in anew:
+            value: Any = arguments[i]
+            look[4 + i] = value.shape, value.stride(), value.dtype
+        return tuple(look)
+
+    def _recorded(self, arguments: Given, anew: Sequence[int], place: tuple[int, int]) -> _Recording | None:
+        given = list(arguments)
+        for i in anew:
+            given[i] = _copy_of(given[i])
+        known = {id(value): i for i, value in enumerate(given) if isinstance(value, torch.Tensor)}
+        try:
+            with self._engine.recorded() as recorded:
+                results, replay = self._recordings.record(self._call, given)
+        except RuntimeError as error:
+            self._failed = True
+            log.warning("a step cannot be recorded and is called op by op: %s", str(error).splitlines()[0])
+            return None
+        recording = _Recording(replay, recorded, [(i, _flat(given[i])) for i in anew])
+        recording.outputs = [self._output(recording, result, known, place) for result in results]
+        lent = [result for result in results if isinstance(result, torch.Tensor) and self._is_lent(result, known)]
+        storages = [one.untyped_storage() for one in lent if one.numel()]
+        del results, lent
+        recording.lent = [(storage, _n_uses(storage)) for storage in storages]
+        return recording
+
+    def _is_lent(self, result: torch.Tensor, known: dict[int, int]) -> bool:
+        return result.device.type == "cpu" and id(result) not in known
+
+    def _output(self, recording: _Recording, result: Any, known: dict[int, int], place: tuple[int, int]) -> Callable[[Given], object]:
+        if not isinstance(result, torch.Tensor):
+            return lambda _: result
+        if id(result) in known:
+            position = known[id(result)]
+            return lambda given: given[position]
+        shape, stride, dtype = result.shape, result.stride(), result.dtype
+        if self._is_lent(result, known):
+            flat = _flat(result)
+            return lambda _: _over(flat, shape, stride)
+        if result.untyped_storage().data_ptr() == place[0]:
+            # Not by where its elements are: it may have none.
+            offset, arena = int(result.storage_offset()) * dtype.itemsize, self._arena
+            return lambda _: arena.strided(offset, shape, stride, dtype)
+        recording.copied.append(_flat(result))
+        position = len(recording.copied) - 1
+        return lambda _: _over(recording.fresh[position], shape, stride)
+
+    def _replayed(self, recording: _Recording, arguments: list[object]) -> Results:
+        given = list(arguments)
+        arguments.clear()
+        with torch.no_grad():
+            if recording.inputs:
+                torch._foreach_copy_([there for _, there in recording.inputs], [_flat(given[i]) for i, _ in recording.inputs])
+            recording.replay()
+            recording.fresh = [torch.empty_like(one) for one in recording.copied]
+            if recording.fresh:
+                torch._foreach_copy_(recording.fresh, recording.copied)
+            results = [output(given) for output in recording.outputs]
+        recording.fresh = []
+        self._engine.count(recording.recorded)
+        if self._ends:
+            if recording.recorded.copies:
+                self._recordings.wait()
+            self._engine.finish()
+        return results
+
+
+def _is_elsewhere(value: object, place: tuple[int, int]) -> bool:
+    """True for a tensor of the device that is not in the arena."""
+    return isinstance(value, torch.Tensor) and value.device.type != "cpu" and not place[0] <= value.data_ptr() < place[1]
+
+
+def _n_uses(storage: torch.UntypedStorage) -> int:
+    return torch._C._storage_Use_Count(storage._cdata)  # type: ignore[attr-defined,no-any-return]
+
+
+def _flat(tensor: Any) -> torch.Tensor:
+    """All bytes from a tensor's first element to its last, as one row of its dtype."""
+    return tensor.as_strided((extent_bytes(tensor) // tensor.element_size(),), (1,))  # type: ignore[no-any-return]
+
+
+def _copy_of(tensor: Any) -> torch.Tensor:
+    """A tensor of the same shape, stride and values, in memory of its own."""
+    return _over(_flat(tensor).clone(), tensor.shape, tensor.stride())
+
+
+def _over(flat: torch.Tensor, shape: Sequence[int], stride: Sequence[int]) -> torch.Tensor:
+    """A tensor over the bytes of `flat` that is no view of it."""
+    empty = torch.empty(0, dtype=flat.dtype, device=flat.device)
+    return empty.set_(flat.untyped_storage(), flat.storage_offset(), shape, stride)  # type: ignore[call-overload,no-any-return]

@@ -1,0 +1,227 @@
+"""Steps that are told to the device once: which may be, what the caller gets and may keep, and when a recording is good no more.
+
+Where there is no CUDA, a double records: it runs the step again, into the results of the recording.
+"""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from torch import nn
+from zoo import FAMILIES, Case, tokens
+
+import fxoffload
+from fxoffload.api import captured, planning_options
+from fxoffload.footprint import Footprint
+from fxoffload.layout import extent_bytes
+from fxoffload.machine import load_machine
+from fxoffload.planning import Planning
+from fxoffload.plans import Plan
+from fxoffload.replays import obstacle
+from fxoffload.runtime import replay
+from fxoffload.runtime.device_arena import DeviceArena
+from fxoffload.runtime.replay import Recordings
+from fxoffload.runtime.transfers import Recorded
+from fxoffload.testing.simulated_device import SimulatedDevice
+
+pytestmark = pytest.mark.integration
+
+# What the plan says --------------------------------------------------------------------------------------------------
+
+def planned(case: Case, budget: str, **named: Any) -> Plan:
+    return fxoffload.plan(case.model, case.batch, device_budget=budget, machine="h200", **named)
+
+def lowered(case: Case, budget: str, **named: Any) -> Any:
+    machine = load_machine("h200")
+    options = planning_options(case.model, machine, budget, None, 0, "adamw", "auto", None, "bitwise", ())
+    with captured(case.model, case.batch, replace(options, **named), machine) as session:
+        session.lower_captured()
+        (graph,) = session.graphs.values()
+        return graph
+
+def test_a_plan_says_that_a_step_is_replayed_counts_what_that_takes_and_no_issuing() -> None:
+    plan = planned(FAMILIES["lora"](), "1GiB")
+    (graph,) = plan.graphs.values()
+    assert graph.replays and "replayed" in plan.explain() and '"replays": true' in plan.to_json()
+    assert graph.reasons is not None and "issue" not in graph.reasons.critical_s
+
+    machine = load_machine("h200")
+    footprint = Footprint.planned(machine)
+    assert replace(footprint, recording_bytes=5000).needed_bytes(0) > footprint.needed_bytes(0) + 5000
+
+def test_a_step_that_has_no_room_for_a_recording_is_called() -> None:
+    plan = planned(FAMILIES["lora"](), "120MiB")
+    (graph,) = plan.graphs.values()
+    assert not graph.replays and '"replays"' not in plan.to_json()
+
+@pytest.mark.parametrize(("family", "says"), [("mixtral", None), ("mamba", None)])
+def test_what_reads_values_cannot_be_recorded(family: str, says: str | None) -> None:
+    found = obstacle(lowered(FAMILIES[family](), "1GiB"))
+    assert found is None if says is None else found is not None and says in found
+
+def test_dropout_that_is_computed_again_and_copies_from_memory_that_is_not_pinned_cannot_be_recorded() -> None:
+    dropped = zoo.llama(attention_dropout=0.5)
+    whole = lowered(dropped, "1GiB")
+    assert obstacle(whole) is None
+    pageable = lowered(FAMILIES["llama"](), "200MiB", pin_memory=False, pins=(fxoffload.pin("*", "host"),))
+    assert "pageable" in (obstacle(pageable) or "")
+
+# What runs -----------------------------------------------------------------------------------------------------------
+
+@dataclass
+class Engine:
+    """What Replay asks an engine, over one that copies at once."""
+
+    inner: Any
+    device: torch.device = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.device = self.inner.device
+
+    @contextmanager
+    def recorded(self) -> Iterator[Recorded]:
+        before, found = (self.inner.moved_bytes.copy(), self.inner.copies.copy()), Recorded()
+        yield found
+        found.moved_bytes, found.copies = self.inner.moved_bytes - before[0], self.inner.copies - before[1]
+        self.inner.moved_bytes, self.inner.copies = before
+
+    def count(self, recorded: Recorded) -> None:
+        self.inner.moved_bytes.update(recorded.moved_bytes)
+        self.inner.copies.update(recorded.copies)
+
+    def finish(self) -> None:
+        self.inner.finish()
+
+class Again(Recordings):
+    """A recording that makes the call again, into the results of the first one. `n`: recordings, and replays."""
+
+    def __init__(self, device: torch.device, engine: Any, arena: DeviceArena) -> None:
+        self.device, self.engine, self.arena, self._replays = device, Engine(engine), arena, replay.weakref.WeakSet()
+        self.n = [0, 0]
+
+    def record(self, call: replay.Boxed, given: Sequence[object]) -> tuple[Sequence[object], Callable[[], None]]:
+        self.n[0] += 1
+        results = self.undone(lambda: list(call(list(given))))
+        arguments, kept = [self.place(one) for one in given], [self.place(one) for one in results]
+
+        def again() -> None:
+            self.n[1] += 1
+            with self.engine.recorded():
+                for there, now in zip(kept, call([one() for one in arguments]), strict=True):
+                    if isinstance(there(), torch.Tensor):
+                        there().copy_(now)
+        return results, again
+
+    def undone(self, run: Callable[[], list[object]]) -> list[object]:
+        """What `run` returns, with the arena as it was: a device that records does nothing."""
+        begin, end = self.arena.extent()
+        before = self.arena.strided(0, (end - begin,), (1,), torch.uint8).clone()
+        results = run()
+        self.arena.strided(0, (end - begin,), (1,), torch.uint8).copy_(before)
+        return results
+
+    def place(self, value: Any) -> Callable[[], Any]:
+        """What is at the same address: like a recording, it keeps nothing alive."""
+        begin, _ = self.arena.extent()
+        if not isinstance(value, torch.Tensor) or value.untyped_storage().data_ptr() != begin:
+            return self.on_host(value) if isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.numel() else lambda: value
+        offset, shape, stride, dtype = value.storage_offset() * value.element_size(), value.shape, value.stride(), value.dtype
+        return lambda: self.arena.strided(offset, shape, stride, dtype)
+
+    @staticmethod
+    def on_host(value: torch.Tensor) -> Callable[[], torch.Tensor]:
+        address, n_bytes, shape, stride, dtype = value.data_ptr(), extent_bytes(value), value.shape, value.stride(), value.dtype
+        there = torch.frombuffer((ctypes.c_char * n_bytes).from_address(address), dtype=dtype).as_strided(shape, stride)
+        return lambda: there
+
+    def wait(self) -> None:
+        pass
+
+@pytest.fixture
+def replaying(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Again]]:
+    """Every step on the simulated device is to be replayed; the recordings of all sessions."""
+    made: list[Again] = []
+
+    def recordings_for(device: torch.device, engine: Any, arena: Any) -> Recordings:
+        made.append(Again(device, engine, arena))
+        return made[-1]
+
+    solved = Planning._solve
+    monkeypatch.setattr(Planning, "_solve", lambda *args: replace(solved(*args), replays=True))
+    monkeypatch.setattr(Footprint, "planned", staticmethod(lambda machine: Footprint(by_offsets=True)))
+    monkeypatch.setattr("fxoffload.session.recordings_for", recordings_for)
+    yield made
+
+def trained(model: nn.Module, batches: Sequence[dict[str, torch.Tensor]], accumulated: int = 1) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Losses, which the caller keeps as they are, and the last weights that are trained."""
+    weights = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.SGD(weights, lr=0.1)
+    losses = []
+    for i, batch in enumerate(batches):
+        loss = model(**{name: value.to("fxsim") for name, value in batch.items()}).loss
+        loss.backward()
+        losses.append(loss.detach())
+        if (i + 1) % accumulated == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+    return [one.cpu() for one in losses], [p.detach().cpu() for p in weights]
+
+@pytest.mark.parametrize(("family", "budget", "accumulated"), [
+    ("lora", "16MiB", 2), ("lora", "600KiB", 1), ("llama", "700KiB", 2),
+    pytest.param("lora", "16MiB", 1, marks=pytest.mark.slow), pytest.param("llama", "700KiB", 1, marks=pytest.mark.slow),
+    pytest.param("phi3", "16MiB", 1, marks=pytest.mark.slow)])
+def test_replayed_steps_have_the_bits_of_plain_ones_and_copy_as_much(
+        family: str, budget: str, accumulated: int, simulated_device: SimulatedDevice, replaying: list[Again]) -> None:
+    case, batches = FAMILIES[family](), [tokens(seed=i) for i in range(8)]
+    plain = copy.deepcopy(case.model).to("fxsim")
+    model = fxoffload.compile(case.model, batches[0], device="fxsim", device_budget=budget)
+    expected, got = trained(plain, batches, accumulated), trained(model, batches, accumulated)
+    for ours, theirs in zip((*got[0], *got[1]), (*expected[0], *expected[1]), strict=True):
+        assert torch.equal(ours, theirs)
+    (recordings,) = replaying
+    assert recordings.n[0] == 2 and recordings.n[1] >= 8, "forward and backward were recorded, and replayed"
+    moved = dict(model.fxoffload.transferred)
+    trained(model, batches[:1])
+    assert moved == {channel: n * len(batches) // (len(batches) + 1) for channel, n in model.fxoffload.transferred.items()}
+    model.fxoffload.close()
+
+def test_another_shape_is_called_until_it_comes_again_and_a_moved_weight_is_seen(
+        simulated_device: SimulatedDevice, replaying: list[Again]) -> None:
+    case = FAMILIES["lora"]()
+    plain = copy.deepcopy(case.model).to("fxsim")
+    model = fxoffload.compile(case.model, tokens(), device="fxsim", device_budget="16MiB")
+    short = [tokens(seed=9, length=16)]
+    batches = [tokens(seed=i) for i in range(4)]
+    for some in (batches, short, batches, short * 4, batches):
+        for ours, theirs in zip(trained(model, some)[0], trained(plain, some)[0], strict=True):
+            assert torch.equal(ours, theirs)
+    for one in (model, plain):
+        frozen = next(p for p in one.parameters() if not p.requires_grad)
+        frozen.data = frozen.data.clone() * 2
+    for ours, theirs in zip(trained(model, batches)[0], trained(plain, batches)[0], strict=True):
+        assert torch.equal(ours, theirs)
+    model.fxoffload.close()
+
+def test_what_cannot_be_recorded_is_called_and_said(
+        simulated_device: SimulatedDevice, replaying: list[Again], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def refuse(self: Again, call: object, given: object) -> Any:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(Again, "record", refuse)
+    case, batches = FAMILIES["lora"](), [tokens(seed=i) for i in range(5)]
+    plain = copy.deepcopy(case.model).to("fxsim")
+    model = fxoffload.compile(case.model, batches[0], device="fxsim", device_budget="16MiB")
+    with caplog.at_level(logging.WARNING, logger="fxoffload"):
+        got = trained(model, batches)
+    assert all(torch.equal(a, b) for a, b in zip(got[0], trained(plain, batches)[0], strict=True))
+    assert sum("cannot be recorded" in one.message for one in caplog.records) == 2
+    model.fxoffload.close()
