@@ -186,7 +186,7 @@ def measured(model: Any, arguments: argparse.Namespace, budget: str) -> dict[str
         "budget_bytes": parse_bytes(budget), "reserved_bytes": reserved,
         "allocated_bytes": allocated, "predicted_bytes": plan.predicted.device_peak_bytes,
         "predicted_step_s": plan.predicted.step_s, "first_step_s": seconds[0],
-        "step_s": statistics.median(seconds[2:]), "step_s_all": seconds, "tokens_per_s": size * length / statistics.median(seconds[2:]),
+        "step_s": statistics.median(seconds[6:]), "step_s_all": seconds, "tokens_per_s": size * length / statistics.median(seconds[6:]),
         "moved_bytes_per_step": {k: v / n for k, v in before.items()}, "copies_per_step": {k: v / n for k, v in copies.items()},
         "decisions": plan.count(), "losses": losses,
         "plan_id": plan.id, "busy_s": busy, "machine": plan.machine,
@@ -226,7 +226,7 @@ def main() -> None:
     parser.add_argument("--budgets", default="24GiB,12GiB")
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--length", type=int, default=2048)
-    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--adapters", choices=("bf16", "fp32"), default="bf16")
     parser.add_argument("--numerics", choices=("bitwise", "reordered"), default="bitwise")
     parser.add_argument("--lock")

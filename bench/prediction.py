@@ -5,7 +5,7 @@
     python bench/prediction.py table FILE ... [--out FILE]      one table and its medians
 
 A row is a model, what of it is trained, a batch and a budget. `measure` prints the hashes of the plan and of the machine file before it
-loads a model, compiles with `plan=` and `replan=False`, and runs under a hard cap of the budget: three steps to warm up, two of them with
+loads a model, compiles with `plan=` and `replan=False`, and runs under a hard cap of the budget: six steps to warm up, the first five with
 the optimizer's, then the median of seven of forward and backward. With --lock several processes may share a card: they compile beside
 each other, and when none does any more they measure one after the other. Weights are random in real shapes; the machine file was measured
 on none of these models.
@@ -32,7 +32,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 ROOT = Path(__file__).resolve().parent.parent
 PLANS = ROOT / "bench" / "plans" / "prediction"
 MACHINE = "h200"
-WARM, TIMED = 3, 7
+WARM, TIMED = 6, 7
 # Llama 3.2's shapes of 1B and 3B.
 WIDTHS = {
     "1B": {"hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32, "head_dim": 64},

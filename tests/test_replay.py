@@ -225,3 +225,62 @@ def test_what_cannot_be_recorded_is_called_and_said(
     assert all(torch.equal(a, b) for a, b in zip(got[0], trained(plain, batches)[0], strict=True))
     assert sum("cannot be recorded" in one.message for one in caplog.records) == 2
     model.fxoffload.close()
+
+
+# On a card ------------------------------------------------------------------------------------------------------------
+
+
+def steps_on_a_card(case: Case, budget: str, pins: Sequence[Any], accumulated: int, n: int = 9) -> tuple[list[float], list[torch.Tensor], Any]:
+    """Losses, the last weights that are trained, and the session, closed."""
+    model = fxoffload.compile(case.model, tokens(), device="cuda", device_budget=budget, pins=pins)
+    weights = [p for p in model.parameters() if p.requires_grad]
+    optimizer, losses = torch.optim.AdamW(weights, lr=1e-2), []
+    for i in range(n):
+        loss = model(**{name: value.cuda() for name, value in tokens(seed=i % 4).items()}).loss
+        loss.backward()
+        losses.append(loss.detach())
+        if (i + 1) % accumulated == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+    session = model.fxoffload
+    found = [one.item() for one in losses], [p.detach().cpu().clone() for p in weights], session
+    session.close()
+    return found
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("family", "budget", "pins", "accumulated"), [
+    ("lora", "1GiB", (), 1), ("lora", "1GiB", (), 2), ("lora", "1GiB", ("*", "host"), 1), ("llama", "1GiB", (), 1), ("llama", "1GiB", (), 3),
+    ("qlora", "1GiB", (), 1), ("gpt2", "1GiB", (), 1)])
+def test_replayed_steps_on_a_card_have_the_bits_of_called_ones(
+        family: str, budget: str, pins: tuple[str, str] | tuple[()], accumulated: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.use_deterministic_algorithms(True)
+    found = []
+    try:
+        for warm in (1 << 30, 2):
+            monkeypatch.setattr(replay, "WARM_CALLS", warm)
+            replays: list[int] = []
+            real = torch.cuda.CUDAGraph.replay
+            monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", lambda self: (replays.append(1), real(self))[1])
+            torch.manual_seed(0)
+            found.append(steps_on_a_card(FAMILIES[family](), budget, [fxoffload.pin(*pins)] if pins else [], accumulated))
+            monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", real)
+            assert bool(replays) == (warm == 2)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    (called, called_weights, _), (replayed, weights, _) = found
+    assert called == replayed and all(torch.equal(a, b) for a, b in zip(called_weights, weights, strict=True))
+
+
+@pytest.mark.gpu
+def test_a_recording_that_fails_leaves_the_step_to_be_called(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    called = torch.cuda.CUDAGraph.capture_begin
+
+    def begin(self: Any, **named: Any) -> None:
+        called(self, **named)
+        torch.ones(1, device="cuda").item()
+
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_begin", begin)
+    with caplog.at_level(logging.WARNING, logger="fxoffload"):
+        losses, _, _ = steps_on_a_card(FAMILIES["lora"](), "1GiB", (), 1)
+    assert any("cannot be recorded" in one.message for one in caplog.records) and losses[-1] < losses[0]

@@ -30,7 +30,7 @@ Results = Sequence[object]
 Given = Sequence[object]
 
 # Calls alike before one is recorded: by then kernels are loaded and libraries have their memory.
-_WARM_CALLS = 2
+WARM_CALLS = 2
 
 
 class Recordings:
@@ -129,7 +129,7 @@ class Replay:
             self._alike, self._n_alike = alike, 0
         if self._recording is None:
             self._n_alike += 1
-            if self._n_alike > _WARM_CALLS:
+            if self._n_alike > WARM_CALLS:
                 self._recording = self._recorded(arguments, anew, place)
         if self._recording is None or not self._recording.is_free():
             return self._called(arguments)
