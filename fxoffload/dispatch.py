@@ -199,7 +199,7 @@ def _efficient_takes(call: Call, capability: Capability) -> bool:
 
 def _cudnn_takes(call: Call, capability: Capability) -> bool:
     widths = call.query.shape[-1], call.value.shape[-1]
-    is_narrow = max(widths) <= 128 or (widths == (192, 128) and capability[0] in _CUDNN_FIRST)
+    is_narrow = max(widths) <= (256 if capability == (9, 0) else 128) or (widths == (192, 128) and capability[0] == 10)
     lengths = call.query.shape[-2], call.key.shape[-2]
     return (
         _is_fusable(call, capability, gqa=True) and not is_deterministic() and call.query.dtype in _HALF and is_narrow

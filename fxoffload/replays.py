@@ -7,6 +7,7 @@ twice.
 
 from __future__ import annotations
 
+import operator
 from dataclasses import replace
 
 import torch
@@ -15,35 +16,41 @@ import torch.fx as fx
 from . import ops
 from .cost import host_tier
 from .effects import Channel, Tier
-from .graph import Bounds, Role, info, name_of, op_name
+from .graph import Bounds, Role, info, name_of, op_name, tensors_in
 from .footprint import Footprint
 from .machine import Machine
 from .torch_compat import has_unbacked_sizes
 
 
-def obstacle(graph: fx.Graph) -> str | None:
-    """What in a canonical or lowered graph the host must do in every step, in words; None when the whole graph can be recorded.
+# Libraries whose ops leave nothing to the host but to issue kernels.
+_KNOWN = frozenset({"aten", "prims", "bitsandbytes", "fxo"})
 
-    That is reading a value or a random state, and copies from and to memory that is not pinned.
+
+def obstacle(graph: fx.Graph) -> str | None:
+    """What in a canonical or lowered graph the host may have to do in every step, in words; None when the whole graph can be recorded.
+
+    That is reading a value, drawing random numbers, copies from and to memory that is not pinned, and whatever ops of other libraries do.
     """
     for node in graph.nodes:
-        if node.op != "call_function":
-            continue
-        if node.target in (ops.rng_state, ops.swap_rng_state):
-            return f"{name_of(node)} reads the random state on the host"
-        spec = ops.spec_of(node)
-        if spec is not None and spec.channel in (Channel.H2D, Channel.D2H):
-            tier = host_tier(node, spec)
-            if tier is not Tier.PINNED:
-                return f"{name_of(node)} copies from or to {tier} memory"
-        if _reads_values(node):
-            return f"{name_of(node)} ({op_name(node)}) has sizes that depend on values"
+        if node.op == "call_function":
+            found = _obstacle(node)
+            if found is not None:
+                return f"{name_of(node)} ({op_name(node)}) {found}"
     return None
 
 
-def _reads_values(node: fx.Node) -> bool:
-    tags = getattr(node.target, "tags", ())
-    return torch.Tag.data_dependent_output in tags or has_unbacked_sizes(node.meta.get("val"))
+def _obstacle(node: fx.Node) -> str | None:
+    spec, tags = ops.spec_of(node), getattr(node.target, "tags", ())
+    if node.target in (ops.rng_state, ops.swap_rng_state) or torch.Tag.nondeterministic_seeded in tags:
+        return "draws random numbers"
+    if torch.Tag.data_dependent_output in tags or has_unbacked_sizes(node.meta.get("val")):
+        return "has sizes that depend on values"
+    if spec is not None and spec.channel in (Channel.H2D, Channel.D2H) and host_tier(node, spec) is not Tier.PINNED:
+        return f"copies from or to {host_tier(node, spec)} memory"
+    makes_tensors = node.target is not operator.getitem and tensors_in(node.meta.get("val"))
+    if makes_tensors and getattr(node.target, "namespace", None) not in _KNOWN:
+        return "is no op that is known to leave nothing to the host"
+    return None
 
 
 def comes_anew(role: Role | None) -> bool:

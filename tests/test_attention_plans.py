@@ -113,7 +113,7 @@ RULES = [
     ("h100", call(masked=True), "cudnn"), ("a100-80", call(masked=True), "efficient"),
     ("h100", call(shared=2), "cudnn"), ("a100-40", call(shared=2), "flash"), ("a100-40", call(shared=2, masked=True), "math"),
     ("h100", call(torch.float32), "efficient"), ("h100", call(torch.float32, shared=2), "math"), ("h100", call(torch.float64), "math"),
-    ("h100", call(width=256), "flash"), ("h100", call(width=260), "math"), ("h100", call(width=264), "efficient"),
+    ("h100", call(width=256), "cudnn"), ("b200", call(width=256), "flash"), ("h100", call(width=260), "math"), ("h100", call(width=264), "efficient"),
     ("rtx4090", call(width=256), "flash"), ("rtx4090", call(width=256, p=0.125), "efficient"), ("rtx4090", call(width=208), "efficient"),
     ("rtx4090", call(width=208, trains=False), "flash"), ("a100-80", call(width=208), "flash"), ("h100", call(p=0.1), "flash"),
     ("h100", call(p=0.125), "cudnn"),

@@ -63,15 +63,14 @@ def test_a_step_that_has_no_room_for_a_recording_is_called() -> None:
     (graph,) = plan.graphs.values()
     assert not graph.replays and '"replays"' not in plan.to_json()
 
-@pytest.mark.parametrize(("family", "says"), [("mixtral", None), ("mamba", None)])
-def test_what_reads_values_cannot_be_recorded(family: str, says: str | None) -> None:
+@pytest.mark.parametrize(("family", "says"), [("mixtral", "known"), ("mamba", None)])
+def test_what_the_host_may_have_to_do_cannot_be_recorded(family: str, says: str | None) -> None:
     found = obstacle(lowered(FAMILIES[family](), "1GiB"))
     assert found is None if says is None else found is not None and says in found
 
-def test_dropout_that_is_computed_again_and_copies_from_memory_that_is_not_pinned_cannot_be_recorded() -> None:
-    dropped = zoo.llama(attention_dropout=0.5)
-    whole = lowered(dropped, "1GiB")
-    assert obstacle(whole) is None
+def test_dropout_and_copies_from_memory_that_is_not_pinned_cannot_be_recorded() -> None:
+    assert "draws random numbers" in (obstacle(lowered(zoo.llama(attention_dropout=0.5), "1GiB")) or "")
+    assert "draws random numbers" in (obstacle(lowered(FAMILIES["lora_bf16"](), "1GiB")) or "")
     pageable = lowered(FAMILIES["llama"](), "200MiB", pin_memory=False, pins=(fxoffload.pin("*", "host"),))
     assert "pageable" in (obstacle(pageable) or "")
 
@@ -251,7 +250,7 @@ def steps_on_a_card(case: Case, budget: str, pins: Sequence[Any], accumulated: i
 @pytest.mark.gpu
 @pytest.mark.parametrize(("family", "budget", "pins", "accumulated"), [
     ("lora", "1GiB", (), 1), ("lora", "1GiB", (), 2), ("lora", "1GiB", ("*", "host"), 1), ("llama", "1GiB", (), 1), ("llama", "1GiB", (), 3),
-    ("qlora", "1GiB", (), 1), ("gpt2", "1GiB", (), 1)])
+    ("qlora", "1GiB", (), 1)])
 def test_replayed_steps_on_a_card_have_the_bits_of_called_ones(
         family: str, budget: str, pins: tuple[str, str] | tuple[()], accumulated: int, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.use_deterministic_algorithms(True)
