@@ -84,7 +84,6 @@ def main() -> None:
         fxoffload.compile(model, batch(chosen.batch, chosen.length, "cpu"), device="cuda", device_budget=chosen.budget)
         compiled_s = time.perf_counter() - started
         plan = model.fxoffload.plan
-        free = torch.cuda.mem_get_info()[0]
         put_off, replay.WARM_CALLS = replay.WARM_CALLS, 1 << 30
         called = timed(model, data, 8)
         replay.WARM_CALLS = put_off
@@ -92,8 +91,7 @@ def main() -> None:
         row |= {
             "called_s": called["step_s"], "called_passes_s": called["passes_s"], "called_reserved_bytes": called["reserved_bytes"],
             "predicted_s": plan.predicted.step_s, "predicted_bytes": plan.predicted.device_peak_bytes, "compile_s": compiled_s,
-            "decisions": plan.count(), "replays": [graph.replays for graph in plan.graphs.values()],
-            "driver_bytes": free - torch.cuda.mem_get_info()[0] - (torch.cuda.memory_reserved() - called["reserved_bytes"])}
+            "decisions": plan.count(), "replays": [graph.replays for graph in plan.graphs.values()]}
         model.fxoffload.close()
         return row
 
