@@ -11,7 +11,7 @@ from .buckets import bucketed
 from .fill import filled
 from .floor import Needs
 from .graph import Role, copy_graph, info, name_of
-from .gaps import Gaps
+from .gaps import Gap, Gaps
 from .overlap import Rates, overlapped, schedule_s, stalls_s, used_bytes
 from .pipeline import Option
 from .plans import Decision, GraphPlan, Prediction, Recompute
@@ -168,16 +168,34 @@ def _packings(problem: Problem, recomputation: Recomputation, trained: frozenset
 
 def _packed(problem: Problem, recomputation: Recomputation, resident: frozenset[str], budget_bytes: int, share: float,
             power: float) -> Iterator[Candidate]:
-    schedule, rates, context = recomputation.schedule, recomputation.rates, problem.context
-    outside, ground = problem.fixed_bytes + outside_bytes(problem, resident), recomputation.ground(resident)
-    room = problem.footprint.live_bytes(budget_bytes) - outside - ground.fixed_bytes
-    if resident not in recomputation.gaps:
-        recomputation.gaps[resident] = Gaps.of(schedule, ground, rates, context.kept_values, context.swapped_values)
-    gaps = recomputation.gaps[resident]
-    found = gaps.laid_out(gaps.packed(int(room * (1 - share)), power), room)
-    candidate = priced(problem, recomputation, resident, overlapped(schedule, found, room, rates))
+    room = room_of(problem, recomputation, resident, budget_bytes)
+    kept = gaps_of(problem, recomputation, resident).packed(int(room * (1 - share)), power)
+    yield from packed_as(problem, recomputation, resident, budget_bytes, kept)
+
+
+def packed_as(problem: Problem, recomputation: Recomputation, resident: frozenset[str], budget_bytes: int,
+              kept: frozenset[Gap]) -> Iterator[Candidate]:
+    """The candidate that stays in exactly the `kept` gaps; none where copies under way leave it no room."""
+    room, schedule = room_of(problem, recomputation, resident, budget_bytes), recomputation.schedule
+    found = gaps_of(problem, recomputation, resident).laid_out(kept, room)
+    candidate = priced(problem, recomputation, resident, overlapped(schedule, found, room, recomputation.rates))
     if candidate.live_bytes <= problem.footprint.live_bytes(budget_bytes):
         yield candidate
+
+
+def room_of(problem: Problem, recomputation: Recomputation, resident: frozenset[str], budget_bytes: int) -> int:
+    """Live bytes that a device budget leaves beside the fixed inputs."""
+    outside = problem.fixed_bytes + outside_bytes(problem, resident)
+    return problem.footprint.live_bytes(budget_bytes) - outside - recomputation.ground(resident).fixed_bytes
+
+
+def gaps_of(problem: Problem, recomputation: Recomputation, resident: frozenset[str]) -> Gaps:
+    """The Gaps beside those residents, made once."""
+    if resident not in recomputation.gaps:
+        context = problem.context
+        recomputation.gaps[resident] = Gaps.of(
+            recomputation.schedule, recomputation.ground(resident), recomputation.rates, context.kept_values, context.swapped_values)
+    return recomputation.gaps[resident]
 
 
 def _with_exposed(problem: Problem, best: Candidate) -> Iterator[frozenset[str]]:
