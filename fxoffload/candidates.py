@@ -12,6 +12,7 @@ from .fill import filled
 from .floor import Needs
 from .graph import Role, copy_graph, info, name_of
 from .gaps import Gap, Gaps
+from .liveness import Liveness
 from .overlap import Rates, overlapped, schedule_s, stalls_s, used_bytes
 from .pipeline import Option
 from .plans import Decision, GraphPlan, Prediction, Recompute
@@ -86,10 +87,10 @@ def recipes(problem: Problem) -> list[Recipe]:
     return [Recipe("all"), Recipe("costly"), *(Recipe("blocks", n) for n in (*parts, n_blocks))]
 
 
-def decided(problem: Problem, recipe: Recipe) -> tuple[Decision, ...]:
-    """What the recipe recomputes."""
+def decided(problem: Problem, recipe: Recipe, live: Liveness | None = None) -> tuple[Decision, ...]:
+    """What the recipe recomputes. `live`: the Liveness of the problem's graph, where it is known."""
     options: dict[str, Option] = {"keep": recipe.keep, "blocks": recipe.blocks}
-    return decide("plan-recompute", problem.graph, replace(problem.context, options=options))
+    return decide("plan-recompute", problem.graph, replace(problem.context, options=options, live=live))
 
 
 def recomputed(problem: Problem, recipe: Recipe, decisions: tuple[Decision, ...], trained: frozenset[str]) -> Recomputation:
@@ -120,13 +121,15 @@ def bare(decisions: tuple[Decision, ...]) -> GraphPlan:
 
 
 def swept(problem: Problem, recomputation: Recomputation, trained: frozenset[str], budget_bytes: int | None) -> Iterator[Candidate]:
-    """Candidates with every resident set, most bytes first, until two in a row got slower."""
+    """Candidates with every resident set, most bytes first, until two in a row got slower. Of those that do not fit only the one with
+    the fewest residents, which lacks least."""
     worse, before = 0, float("inf")
-    for resident in residencies(problem, trained):
-        candidate = _with_slack(problem, recomputation, resident, budget_bytes)
-        yield candidate
-        if candidate.found.shortfall_bytes:
+    every = list(residencies(problem, trained))
+    for resident in every:
+        candidate = _with_slack(problem, recomputation, resident, budget_bytes, resident == every[-1])
+        if candidate.found.shortfall_bytes and resident != every[-1]:
             continue
+        yield candidate
         worse = worse + 1 if candidate.step_s >= before else 0
         before = candidate.step_s
         if worse == 2 or not candidate.found.loads:
@@ -207,21 +210,26 @@ def _with_exposed(problem: Problem, best: Candidate) -> Iterator[frozenset[str]]
         yield best.resident | {s.name for s in exposed[:n]}
 
 
-def _with_slack(problem: Problem, recomputation: Recomputation, resident: frozenset[str], budget_bytes: int | None) -> Candidate:
-    """The candidate with slack where it fits, else without."""
+def _with_slack(problem: Problem, recomputation: Recomputation, resident: frozenset[str], budget_bytes: int | None,
+                to_the_end: bool = True) -> Candidate:
+    """The candidate with slack where it fits, else without; unless `to_the_end`, what it lacks then is not all of it."""
     share = _SLACK_SHARE if problem.machine.overlaps and budget_bytes is not None else 0.0
     candidate = scanned(problem, recomputation, resident, budget_bytes, share)
-    return scanned(problem, recomputation, resident, budget_bytes, 0.0) if candidate.found.shortfall_bytes and share else candidate
+    if not candidate.found.shortfall_bytes or not share:
+        return candidate
+    return scanned(problem, recomputation, resident, budget_bytes, 0.0, to_the_end)
 
 
-def scanned(problem: Problem, recomputation: Recomputation, resident: frozenset[str], budget_bytes: int | None, slack_share: float) -> Candidate:
-    """The candidate under a device budget, all memory where None; infinitely slow when it does not fit."""
+def scanned(problem: Problem, recomputation: Recomputation, resident: frozenset[str], budget_bytes: int | None, slack_share: float,
+            to_the_end: bool = True) -> Candidate:
+    """The candidate under a device budget, all memory where None; infinitely slow when it does not fit, and scanned no further then where
+    there is slack or it is not `to_the_end`."""
     context, schedule, rates = problem.context, recomputation.schedule, recomputation.rates
     outside, ground = outside_bytes(problem, resident), recomputation.ground(resident)
     live = None if budget_bytes is None else problem.footprint.live_bytes(budget_bytes) - problem.fixed_bytes - outside
     slack = 0 if live is None else int(live * slack_share)
     found = schedule.scan(
-        None if live is None else live - slack, context.kept_values, context.swapped_values, resident, not slack, ground)
+        None if live is None else live - slack, context.kept_values, context.swapped_values, resident, to_the_end and not slack, ground)
     if found.shortfall_bytes:
         return Candidate(recomputation, resident, problem.fixed_bytes + outside, found, found, float("inf"), 0)
     return priced(problem, recomputation, resident, overlapped(schedule, found, None if live is None else live - ground.fixed_bytes, rates))

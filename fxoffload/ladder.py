@@ -18,6 +18,7 @@ from .candidates import (
     Candidate, Recipe, Recomputation, completed, decided, free_names, least_s, recipes, recomputed, refined, scanned, settled, swept,
 )
 from .climb import climbed
+from .liveness import Liveness, liveness
 from .plans import Decision
 from .problem import Problem
 from .reasons import Tried
@@ -183,9 +184,13 @@ class Search:
             return least_s(self.problem, self.made[recipe], budget)
         return least_s(self.problem, self._made(Recipe("all")), budget, self._decided(recipe))
 
+    @functools.cached_property
+    def _live(self) -> Liveness:
+        return liveness(self.problem.graph, self.problem.context.bounds)
+
     def _decided(self, recipe: Recipe) -> tuple[Decision, ...]:
         if recipe not in self.decisions:
-            self.decisions[recipe] = decided(self.problem, recipe)
+            self.decisions[recipe] = decided(self.problem, recipe, self._live)
         return self.decisions[recipe]
 
     def _made(self, recipe: Recipe) -> Recomputation:

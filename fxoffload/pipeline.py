@@ -24,7 +24,7 @@ from . import text
 from .effects import Tier
 from .errors import VerifyError
 from .graph import Bounds, copy_graph
-from .liveness import LiveCurve, no_workspace
+from .liveness import LiveCurve, Liveness, no_workspace
 from .machine import Machine
 from .plans import Decision, GraphPlan, Prediction
 from .sizes import format_bytes
@@ -36,7 +36,10 @@ Option = bool | int | float | str
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What a pass may read besides the graph: sizes, the plan to apply, budgets and options of the pipeline text."""
+    """What a pass may read besides the graph: sizes, the plan to apply, budgets and options of the pipeline text.
+
+    `live`: the Liveness of the graph, for planners that are asked about one graph again and again; None where nobody has it.
+    """
 
     bounds: Bounds = field(default_factory=Bounds)
     plan: GraphPlan | None = None
@@ -50,6 +53,7 @@ class Context:
     machine: Machine | None = None
     workspace: Callable[[fx.Node], int] = no_workspace
     options: Mapping[str, Option] = field(default_factory=dict)
+    live: Liveness | None = None
 
 
 @dataclass(frozen=True, slots=True)

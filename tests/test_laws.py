@@ -11,16 +11,19 @@ from importlib import resources
 
 import pytest
 import torch
+import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 from zoo import FAMILIES
 
+from fxoffload.api import captured, planning_options
 from fxoffload.buckets import GROUP_BYTES
 from fxoffload.candidates import Recipe, completed, decided, free_names, least_s, recipes, recomputed, settled, swept
+from fxoffload.dry import model_without_weights
 from fxoffload.errors import PlanError
 from fxoffload.exact import solve_exactly
 from fxoffload.ladder import rungs_within, step_of
-from fxoffload.machine import machine_from
+from fxoffload.machine import load_machine, machine_from
 from fxoffload.optimizer_states import optimizer_states
 from fxoffload.planner import Problem, Solution, solve
 from fxoffload.plans import SwapOut
@@ -81,6 +84,45 @@ def test_more_memory_is_never_predicted_slower_and_less_never_has_a_higher_peak(
         assert b.step_s <= a.step_s * (1 + 1e-9), (smaller, larger)
         assert a.device_peak_bytes <= b.device_peak_bytes, (smaller, larger)
     assert found[-1][1].step_s < found[0][1].step_s, "a law about plans that are all the same says nothing"
+
+
+@pytest.mark.integration
+def test_the_laws_hold_where_values_lie_at_offsets_too() -> None:
+    """On the machine file of a GPU, no GPU needed: what a plan takes is known only once its values are placed."""
+    one = placed_problem()
+
+    def planned(budget: int) -> Solution:
+        return solve(replace(one, context=replace(one.context, device_budget_bytes=budget)))
+
+    with pytest.raises(PlanError) as refused:
+        planned(1)
+    least = 1 + (refused.value.shortfall_bytes or 0)
+    most = solve(replace(one, context=replace(one.context, device_budget_bytes=None))).simulation.device_peak_bytes
+    dice = random.Random(SEED)
+    found = []
+    for budget in sorted((least, most, *(dice.randint(least, most) for _ in range(6)))):
+        try:
+            found.append((budget, planned(budget).simulation))
+        except PlanError as error:
+            assert not found and (error.shortfall_bytes or 0) > 0, "what fits a budget fits a larger one"
+    assert len(found) > 5 and found[-1][1].step_s < found[0][1].step_s
+    for (smaller, a), (larger, b) in zip(found, found[1:]):
+        assert b.step_s <= a.step_s * (1 + 1e-9), (smaller, larger)
+        assert a.device_peak_bytes <= b.device_peak_bytes <= larger, (smaller, larger)
+
+
+def placed_problem() -> Problem:
+    """A step whose values are large beside what a GPU's allocator needs for itself."""
+    config = transformers.LlamaConfig(
+        hidden_size=512, intermediate_size=1024, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=4, vocab_size=4000,
+        max_position_embeddings=512, dtype=torch.bfloat16)
+    model, machine = model_without_weights(config), replace(load_machine("h200"), overhead_bytes=0)
+    options = planning_options(model, machine, 1 << 40, None, 0, "adamw", "auto", None, "bitwise", (), None)
+    with captured(model, (4, 512), options, machine) as session:
+        assert session.captured is not None
+        one = session.planning._problem(session.captured.graph, session.planning._context(session.captured.bounds))
+    assert one.footprint.by_offsets
+    return one
 
 
 @pytest.mark.integration
