@@ -28,7 +28,7 @@ from .reasons import Tried
 class Effort:
     """How a step of up to `most_events` is searched: on rungs of so many significant `bits`, at most `n_rungs` of them.
 
-    `n_refined`: recipes of a rung, the fastest, that are refined; `n_climbed`: candidates of such a recipe that are climbed from. `packs`: values that stay by their worth are tried too. `spared`: the
+    `n_refined`: recipes of a rung, the fastest, that are refined. `packs`: values that stay by their worth are tried too, and the fastest is climbed from. `spared`: the
     share of the best seconds that no search is worth. 0 tries every recipe on every rung unless it is proven to give nothing faster;
     else recipes are tried in the order of what they recompute until one is slower, and on smaller rungs only the best one's.
     """
@@ -39,11 +39,10 @@ class Effort:
     n_refined: int
     packs: bool
     spared: float
-    n_climbed: int
 
 
 # A scan takes milliseconds where all rungs are searched, steps of 1/16 to 1/8, and up to a tenth of a second on the others, of 1/8 to 1/4.
-_EFFORTS = (Effort(600, 4, 1 << 60, 2, True, 0.0, 2), Effort(1500, 3, 3, 1, False, 1e-3, 0), Effort(1 << 60, 3, 2, 1, False, 1e-3, 0))
+_EFFORTS = (Effort(600, 4, 1 << 60, 2, True, 0.0), Effort(1500, 3, 3, 1, False, 1e-3), Effort(1 << 60, 3, 2, 1, False, 1e-3))
 # Candidates of a recipe on a rung, the fastest, that are completed, because what more memory gives them is not alike.
 _COMPLETED = 3
 # Above this many times what all parameters and values take nothing binds, slack included.
@@ -124,9 +123,10 @@ class Search:
         if (recipe, rung, True) not in self.rungs:
             tried = list(refined(self.problem, first[0], self.trained, rung, self._effort.packs))
             fitting = _fitting((*first[1:], *tried))
-            starts = _fitting((first[0], *fitting))[: self._effort.n_climbed]
-            climbs = [climbed(self.problem, one, rung) for one in starts]
-            fitting = _fitting((*(climb for climb, start in zip(climbs, starts) if climb is not start), *fitting))
+            if self._effort.packs:
+                start = min((first[0], *fitting), key=_seconds)
+                top = climbed(self.problem, start, rung)
+                fitting = _fitting((top, *fitting)) if top is not start else fitting
             self.rungs[recipe, rung, True] = _OfRung(tried, fitting, self._settled(fitting[:_COMPLETED], rung))
         return self._tell(recipe, rung, self.rungs[recipe, rung, True])
 
