@@ -28,9 +28,10 @@ from .reasons import Tried
 class Effort:
     """How a step of up to `most_events` is searched: on rungs of so many significant `bits`, at most `n_rungs` of them.
 
-    `n_refined`: recipes of a rung, the fastest, that are refined. `packs`: values that stay by their worth are tried too, and the fastest is climbed from. `spared`: the
-    share of the best seconds that no search is worth. 0 tries every recipe on every rung unless it is proven to give nothing faster;
-    else recipes are tried in the order of what they recompute until one is slower, and on smaller rungs only the best one's.
+    `n_refined`: recipes of a rung, the fastest, that are refined. `packs`: values that stay by their worth are tried too, and the fastest
+    is climbed from. `spared`: the share of the best seconds that no search is worth. 0 tries every recipe on every rung unless it is
+    proven to give nothing faster; else recipes are tried in the order of what they recompute until one is slower, and on smaller
+    rungs only the best one's.
     """
 
     most_events: int
