@@ -163,6 +163,8 @@ def _packings(problem: Problem, recomputation: Recomputation, trained: frozenset
     first_share, *shares = _PACKED_SHARES if problem.machine.overlaps else (0.0,)
     for resident, power in itertools.product(residencies(problem, trained), _POWERS[:2]):
         found += _packed(problem, recomputation, resident, budget_bytes, first_share, power)
+    if free := free_names(problem):
+        found += _jointly_packed(problem, recomputation, budget_bytes, (first_share, *shares), free)
     yield from found
     for best in sorted(found, key=lambda c: c.step_s)[:1]:
         for share, power in (*itertools.product(shares, _POWERS), (first_share, _POWERS[2])):
@@ -174,6 +176,15 @@ def _packed(problem: Problem, recomputation: Recomputation, resident: frozenset[
     room = room_of(problem, recomputation, resident, budget_bytes)
     kept = gaps_of(problem, recomputation, resident).packed(int(room * (1 - share)), power)
     yield from packed_as(problem, recomputation, resident, budget_bytes, kept)
+
+
+def _jointly_packed(problem: Problem, recomputation: Recomputation, budget_bytes: int, shares: Sequence[float],
+                    free: frozenset[str]) -> Iterator[Candidate]:
+    must = recomputation.must
+    room, gaps = room_of(problem, recomputation, must, budget_bytes), gaps_of(problem, recomputation, must)
+    for share, power in itertools.product(shares, _POWERS):
+        resident, kept = gaps.packed_jointly(int(room * (1 - share)), power, free - must)
+        yield from packed_as(problem, recomputation, must | resident, budget_bytes, kept)
 
 
 def packed_as(problem: Problem, recomputation: Recomputation, resident: frozenset[str], budget_bytes: int,

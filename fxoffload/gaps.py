@@ -14,6 +14,9 @@ from .overlap import Rates, stayed_bytes
 from .spill import Bytes, Ground, Load, Scan, Schedule, Spill, Stay
 
 
+Mask = np.ndarray[tuple[int], np.dtype[np.bool_]]
+
+
 @dataclass(frozen=True, slots=True)
 class Gap:
     """`storage` is touched by events number `after` and `before` and by none between: there it stays or has left."""
@@ -66,6 +69,56 @@ class Gaps:
                 during -= gap.storage.n_bytes
                 kept.append(gap)
         return frozenset(kept) if int(room.min()) >= 0 else frozenset(gap for gap in self.every if gap.must_stay)
+
+    def packed_jointly(self, capacity_bytes: int, power: float, free: frozenset[str]) -> tuple[frozenset[str], frozenset[Gap]]:
+        """Names of `free` inputs to let reside, and gaps to stay in, taken in one order of worth as long as they fit: residing saves every
+        copy of an input and takes its bytes at all events. No gap of what resides is named. Residents give way to gaps that must be stayed in."""
+        room = capacity_bytes - self.needed
+        kept: dict[Gap, None] = {}
+        resident: set[str] = set()
+        for gap in self.every:
+            if gap.must_stay:
+                room[gap.after + 1 : gap.before] -= gap.storage.n_bytes
+                kept[gap] = None
+        for item in self._jointly_in_order(power, free):
+            if isinstance(item, Gap):
+                during = room[item.after + 1 : item.before]
+                if item.storage.name not in resident and int(during.min()) >= item.storage.n_bytes:
+                    during -= item.storage.n_bytes
+                    kept[item] = None
+                continue
+            beside = self._beside(item)
+            for gap in kept:
+                if gap.storage is item:
+                    beside[gap.after + 1 : gap.before] = False
+            if int(room[beside].min(initial=capacity_bytes)) >= item.n_bytes:
+                room[beside] -= item.n_bytes
+                resident.add(item.name)
+        return frozenset(resident), frozenset(gap for gap in kept if gap.storage.name not in resident)
+
+    def _beside(self, storage: Storage) -> Mask:
+        """The events that do not touch the Storage."""
+        beside = np.ones(len(self.schedule.events), dtype=np.bool_)
+        beside[self.touches[storage]] = False
+        return beside
+
+    def _jointly_in_order(self, power: float, free: frozenset[str]) -> list[Gap | Storage]:
+        n_gaps, n_events = Counter(gap.storage for gap in self.every), len(self.schedule.events)
+
+        def per_byte(storage: Storage, saved_s: float, during: int) -> float:
+            return -saved_s / (max(storage.n_bytes, 1) * during**power)
+
+        worths: list[tuple[float, int, str, Gap | Storage]] = []
+        for gap in self.every:
+            if not gap.must_leave and not gap.must_stay:
+                saved_s = self.rates.load_s(gap.storage)
+                saved_s += 0.0 if gap.storage.is_input else self.rates.spill_s(gap.storage) / n_gaps[gap.storage]
+                worths.append((per_byte(gap.storage, saved_s, gap.before - gap.after), gap.after, gap.storage.name, gap))
+        for storage in self.touches:
+            if storage.is_input and storage.name in free:
+                saved_s = self.rates.load_s(storage) * (1 + n_gaps[storage])
+                worths.append((per_byte(storage, saved_s, n_events), -1, storage.name, storage))
+        return [item for *_, item in sorted(worths, key=lambda one: one[:3])]
 
     def _in_order(self, power: float) -> list[Gap]:
         if power not in self._orders:
