@@ -114,7 +114,7 @@ def _told(group: Sequence[Tried], best: Tried | None) -> str:
     nearest = min(group, key=lambda one: one.shortfall_bytes)
     if nearest.shortfall_bytes:
         return f"{recipe}: refused, {format_bytes(nearest.shortfall_bytes)} short with {format_bytes(nearest.resident_bytes)} resident"
-    return f"{recipe}: refused, its compute alone takes {_seconds(nearest.step_s)}"
+    return f"{recipe}: refused, it takes at least {_seconds(nearest.step_s)}"
 
 
 def _gains(gains: Sequence[Gain], step_s: float | None) -> Iterator[str]:

@@ -11,9 +11,6 @@ from .machine import Machine
 # 1 byte in 256 more than is live, one that is near the limit all along not with 1 in 38 (torch 2.11, bench/allocator_pages.py).
 _HOLES_PER = 32
 _OPEN_PAGES_BYTES = (20 << 20) + (2 << 20)
-# What is left between values at planned offsets: known once they are placed. Steps of 8B width near their limit all along need 1 in 25 to
-# 1 in 45; a peak that stands alone needs nothing.
-_GAPS_PER = 32
 _SCRATCH_HOLES_PER = 8
 
 
@@ -21,9 +18,10 @@ _SCRATCH_HOLES_PER = 8
 class Footprint:
     """`overhead_bytes`: what libraries keep. `caches`: whether the allocator keeps blocks for reuse; if not, bytes are exact.
 
-    `by_offsets`: values lie at planned offsets of one arena, with `gaps_bytes` between them, and `scratch_bytes` are left to the allocator
-    while a step runs, `between_steps_bytes` while none does. `recording_bytes`: what a step takes beside them when it is replayed from a
-    recording (`replays.py`), whose scratch is in a pool of its own; None when it is called op by op.
+    `by_offsets`: values lie at planned offsets of one arena, and `scratch_bytes` are left to the allocator while a step runs,
+    `between_steps_bytes` while none does. What lies idle between values is known of a whole plan only, and in none of these bytes.
+    `recording_bytes`: what a step takes beside them when it is replayed from a recording (`replays.py`), whose scratch is in a pool of its
+    own; None when it is called op by op.
     """
 
     overhead_bytes: int = 0
@@ -31,7 +29,6 @@ class Footprint:
     by_offsets: bool = False
     scratch_bytes: int = 0
     between_steps_bytes: int = 0
-    gaps_bytes: int = 0
     recording_bytes: int | None = None
 
     @staticmethod
@@ -45,14 +42,10 @@ class Footprint:
         footprint = Footprint.of(machine)
         return replace(footprint, by_offsets=footprint.caches)
 
-    def with_gaps(self, budget_bytes: int) -> Footprint:
-        """The same with the gaps that a step near its limit all along would have within the budget."""
-        return replace(self, gaps_bytes=budget_bytes // (_GAPS_PER + 1))
-
     def needed_bytes(self, live_bytes: int) -> int:
         """What the allocator must be allowed to reserve for so many live bytes."""
         if self.by_offsets:
-            return live_bytes + self.gaps_bytes + self.beside_bytes(self.scratch_bytes) + (self.recording_bytes or 0)
+            return live_bytes + self.beside_bytes(self.scratch_bytes) + (self.recording_bytes or 0)
         return live_bytes + (-(-live_bytes // _HOLES_PER) if self.caches else 0)
 
     def live_bytes(self, reserved_bytes: int) -> int:

@@ -143,9 +143,27 @@ def root_of(graph: fx.Graph) -> torch.nn.Module:
     return root
 
 
+def has_fixed_layout(node: fx.Node) -> bool:
+    """True when no size or stride of the node's tensor is a symbol."""
+    value = node.meta["val"]
+    return all(isinstance(size, int) for size in (*value.shape, *value.stride()))
+
+
 def by_name(graph: fx.Graph) -> dict[str, fx.Node]:
     """Every node under its canonical name."""
     return {name_of(node): node for node in graph.nodes}
+
+
+def copy_node(graph: fx.Graph, node: fx.Node, operand: Callable[[fx.Node], fx.Node]) -> fx.Node:
+    """A copy of `node` at the insertion point of `graph`, with other operands and the same values."""
+    new = graph.create_node(node.op, node.target, name=node.name, type_expr=node.type)
+    # Set afterwards: create_node looks for symbols in all arguments it is given, which takes longer than the rest of it.
+    if node.args:
+        new.args = map_arg(node.args, operand)
+    if node.kwargs:
+        new.kwargs = map_arg(node.kwargs, operand)
+    new.meta = dict(node.meta)
+    return new
 
 
 def copy_graph(graph: fx.Graph) -> fx.Graph:
@@ -153,13 +171,7 @@ def copy_graph(graph: fx.Graph) -> fx.Graph:
     result = fx.Graph()
     made: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
-        made[node] = new = result.create_node(node.op, node.target, name=node.name, type_expr=node.type)
-        # Set afterwards: create_node looks for symbols in all arguments it is given, which takes longer than the rest of it.
-        if node.args:
-            new.args = map_arg(node.args, made.__getitem__)
-        if node.kwargs:
-            new.kwargs = map_arg(node.kwargs, made.__getitem__)
-        new.meta.update(node.meta)
+        made[node] = copy_node(result, node, made.__getitem__)
     return result
 
 

@@ -76,11 +76,17 @@ class Machine:
     def transfer_s(self, n_bytes: int, channel: Channel, tier: Tier = Tier.PINNED) -> float:
         """Seconds to copy `n_bytes` on `channel` from or to the host's `tier`, one way and alone. Raises KeyError for a channel that
         copies nothing. From a file: read (or written), then copied."""
-        link_s = self.transfers.curve(channel, tier).seconds(n_bytes)
+        return self.transfers.curve(channel, tier).seconds(n_bytes) + n_bytes * self._file_s_per_byte(channel, tier)
+
+    def least_s_per_byte(self, most_bytes: int, channel: Channel, tier: Tier = Tier.PINNED) -> float:
+        """Seconds per byte that `transfer_s` of no copy of up to `most_bytes` is below."""
+        return self.transfers.curve(channel, tier).least_s_per_unit(most_bytes) + self._file_s_per_byte(channel, tier)
+
+    def _file_s_per_byte(self, channel: Channel, tier: Tier) -> float:
         if tier is not Tier.DISK:
-            return link_s
+            return 0.0
         rate = self.host.disk_read_bytes_per_s if channel is Channel.H2D else self.host.disk_write_bytes_per_s
-        return link_s + n_bytes / (rate or UNMEASURED_DISK_BYTES_PER_S)
+        return 1 / (rate or UNMEASURED_DISK_BYTES_PER_S)
 
 
 def load_machine(machine: Machine | str | Path) -> Machine:

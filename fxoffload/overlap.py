@@ -7,48 +7,74 @@ lowered graph, without lowering it.
 
 from __future__ import annotations
 
+import functools
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch.fx as fx
 
 from . import ops
+from .buckets import GROUP_BYTES, held_bytes, transfers_of
 from .cost import node_s
-from .effects import Channel
+from .effects import Channel, Tier
 from .graph import Bounds
 from .liveness import Storage
 from .machine import Machine
-from .spill import NEVER, Event, Load, Scan, Schedule, Spill, Sunk
+from .spill import NEVER, Bytes, Event, Load, Scan, Schedule, Spill, Sunk
 
 # Copies are planned as if they took this many times as long: the estimate of compute is not exact, and copies slow each other.
 _SLACK = 1.5
 
 
-# Bytes free during each event; NEVER stands for no limit, and 64 bits hold it.
-Bytes = np.ndarray[tuple[int], np.dtype[np.int64]]
-
-
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Seconds of every event of a Schedule, of copies of that many bytes, and of issuing one event."""
+    """Seconds of every event of a Schedule, of a copy of a Storage to and from the device, and of issuing one op.
+
+    `merged_s`: seconds of several inputs' copies as one. `least_load_s`: what a copy adds to whatever copy it comes with, at least.
+    `sink_s`: seconds of the copies that are events themselves, the gradients', by node index.
+    """
 
     event_s: Sequence[float]
-    h2d_s: Callable[[int], float]
-    d2h_s: Callable[[int], float]
+    load_s: Callable[[Storage], float]
+    merged_s: Callable[[Sequence[Storage]], float]
+    least_load_s: Callable[[Storage], float]
+    spill_s: Callable[[Storage], float]
+    sink_s: Mapping[int, float]
     overlaps: bool
     dispatch_s: float = 0.0
 
     @staticmethod
-    def of(schedule: Schedule, bounds: Bounds, machine: Machine) -> Rates:
-        """The rates of `schedule` on `machine`; copies among the events take no seconds of compute."""
-        costs = (node_s(schedule.live.nodes[event.index], bounds, machine) for event in schedule.events)
+    def of(schedule: Schedule, bounds: Bounds, machine: Machine, swap_tier: Tier = Tier.PINNED, bucket_bytes: int = GROUP_BYTES) -> Rates:
+        """The rates of `schedule` on `machine`; values go to `swap_tier`, inputs come from where they are at home, alone or, smaller
+        than `bucket_bytes`, in buckets."""
+        costs = [node_s(schedule.live.nodes[event.index], bounds, machine) for event in schedule.events]
         event_s = [seconds if channel is Channel.COMPUTE else 0.0 for channel, seconds in costs]
+        sinks = {event.index: seconds for event, (channel, seconds) in zip(schedule.events, costs) if channel is Channel.D2H}
+        transfer_s, least_s_per_byte = functools.cache(machine.transfer_s), functools.cache(machine.least_s_per_byte)
+
+        def home(storage: Storage) -> Tier:
+            return swap_tier if not storage.is_input else storage.tier if storage.tier.on_host else Tier.PINNED
+
+        def load_s(storage: Storage) -> float:
+            return transfer_s(storage.n_bytes, Channel.H2D, home(storage))
+
+        def merged_s(storages: Sequence[Storage]) -> float:
+            return transfer_s(sum(storage.n_bytes for storage in storages), Channel.H2D, home(storages[0]))
+
+        def least_load_s(storage: Storage) -> float:
+            if storage.n_bytes >= bucket_bytes or storage not in schedule.mergeable:
+                return load_s(storage)
+            # A bucket grows until it has `bucket_bytes`, by copies that are smaller.
+            return storage.n_bytes * least_s_per_byte(2 * bucket_bytes, Channel.H2D, home(storage))
+
+        def spill_s(storage: Storage) -> float:
+            return transfer_s(storage.n_bytes, Channel.D2H, swap_tier)
+
         return Rates(
-            event_s, lambda n: machine.transfer_s(n, Channel.H2D), lambda n: machine.transfer_s(n, Channel.D2H), machine.overlaps,
-            machine.dispatch_s or 0.0)
+            event_s, load_s, merged_s, least_load_s, spill_s, sinks, machine.overlaps, machine.dispatch_s or 0.0 if machine.overlaps else 0.0)
 
 
 def overlapped(schedule: Schedule, found: Scan, capacity_bytes: int | None, rates: Rates) -> Scan:
@@ -67,7 +93,7 @@ def overlapped(schedule: Schedule, found: Scan, capacity_bytes: int | None, rate
 
 
 def _earlier(schedule: Schedule, found: Scan, free: Bytes, before_use: list[float], rates: Rates) -> list[Load]:
-    position = {event.index: i for i, event in enumerate(schedule.events)}
+    position = schedule.position
     gone: dict[Storage, int] = {spill.storage: position[spill.until] for spill in found.spills}
     border = _border_position(schedule)
     loads = []
@@ -75,7 +101,7 @@ def _earlier(schedule: Schedule, found: Scan, free: Bytes, before_use: list[floa
     deadline_s = float("inf")
     for load in sorted(found.loads, key=lambda one: -one.before):
         at = position[load.before]
-        deadline_s = min(deadline_s, before_use[at]) - rates.h2d_s(load.storage.n_bytes) * _SLACK
+        deadline_s = min(deadline_s, before_use[at]) - rates.load_s(load.storage) * _SLACK
         # A copy that is under way cannot be handed from forward to backward.
         lowest = max(gone.get(load.storage, -1) + 1, border + 1 if at > border else 0)
         in_time = bisect_right(before_use, deadline_s) - 1
@@ -99,15 +125,17 @@ def _last_with_room(free: Bytes, start: int, last: int, n_bytes: int) -> int:
 
 def _later(schedule: Schedule, found: Scan, free: Bytes, before_use: list[float], rates: Rates) -> list[Sunk]:
     """Where each gradient's copy is awaited: at the first event that starts after its end, or earlier for want of memory."""
-    sent = {spill.after: spill.storage.n_bytes for spill in found.spills}
+    sent: dict[int, float] = defaultdict(float)
+    for spill in found.spills:
+        sent[spill.after] += rates.spill_s(spill.storage)
     d2h_s, sinks, last = 0.0, [], len(schedule.events) - 2
     for i, event in enumerate(schedule.events):
         if event.index in sent:
-            d2h_s = max(d2h_s, before_use[i + 1]) + rates.d2h_s(sent[event.index]) * _SLACK
+            d2h_s = max(d2h_s, before_use[i + 1]) + sent[event.index] * _SLACK
         if not _is_sink(schedule.live.nodes[event.index]):
             continue
         n_bytes = _bytes(event)
-        d2h_s = max(d2h_s, before_use[i + 1]) + rates.d2h_s(n_bytes) * _SLACK
+        d2h_s = max(d2h_s, before_use[i + 1]) + rates.sink_s[event.index] * _SLACK
         ended = bisect_left(before_use, d2h_s) - 1
         until = _last_with_room(free, i, max(i, min(last, ended)), n_bytes)
         free[i + 1 : until + 1] -= n_bytes
@@ -120,54 +148,81 @@ def _is_sink(node: fx.Node) -> bool:
 
 
 def schedule_s(schedule: Schedule, found: Scan, rates: Rates) -> float:
-    """Seconds from the first event to the end of the last event or copy."""
+    """Seconds from the first event to the end of the last event or copy: what `timeline` says of the lowered graph."""
     if not rates.overlaps:
-        copies = sum(rates.h2d_s(load.storage.n_bytes) for load in found.loads) + sum(rates.d2h_s(s.storage.n_bytes) for s in found.spills)
-        return sum(rates.event_s) + copies + sum(rates.d2h_s(_bytes(e)) for e in schedule.events if _is_sink(schedule.live.nodes[e.index]))
+        loads_s = sum(_transfer_s(members, rates) for members in transfers_of(found.loads))
+        return sum(rates.event_s) + loads_s + sum(rates.spill_s(spill.storage) for spill in found.spills) + sum(rates.sink_s.values())
     return _Run(schedule, found, rates).end_s()
 
 
+def stalls_s(schedule: Schedule, found: Scan, rates: Rates) -> dict[Storage, float]:
+    """Seconds that compute waits for copies of each Storage to the device, of those it waits for."""
+    run = _Run(schedule, found, rates)
+    run.end_s()
+    return run.stalls
+
+
+def _transfer_s(members: Sequence[Load], rates: Rates) -> float:
+    """Seconds of a load, or of a bucket of them."""
+    return rates.load_s(members[0].storage) if len(members) == 1 else rates.merged_s([load.storage for load in members])
+
+
 class _Run:
-    """One pass over the events with the clocks of the three channels."""
+    """One pass over the events with the clocks of the three channels, in the order that the rewrites give."""
 
     def __init__(self, schedule: Schedule, found: Scan, rates: Rates) -> None:
         self.schedule, self.rates = schedule, rates
         self.now = self.issued = self.h2d = self.d2h = 0.0
-        self.on_host: dict[Storage, float] = {}
-        self.arrived: dict[Load, float] = {}
-        self.starting: dict[int, list[Load]] = defaultdict(list)
-        self.awaited: dict[int, list[Load]] = defaultdict(list)
-        for load in found.loads:
-            self.starting[load.start].append(load)
-            self.awaited[load.before].append(load)
+        self.gone: dict[Storage, float] = {}
+        # By node index: seconds of the copies that start there, each by its number, and the copies that are awaited there.
+        self.arrived: dict[int, float] = {}
+        self.starting: dict[int, list[tuple[int, float]]] = defaultdict(list)
+        self.awaited: dict[int, list[tuple[int, Storage]]] = defaultdict(list)
+        for number, members in enumerate(transfers_of(found.loads)):
+            self.starting[members[0].start].append((number, _transfer_s(members, rates)))
+            first = min(members, key=lambda load: load.before)
+            self.awaited[first.before].append((number, first.storage))
         self.leaving: dict[int, list[Spill]] = defaultdict(list)
         self.left: dict[int, list[Spill]] = defaultdict(list)
-        for spill in found.spills:
+        for spill in sorted(found.spills, key=lambda one: one.until):
             self.leaving[spill.after].append(spill)
-            self.left[spill.until].append(spill)
+            if spill.until != spill.after:
+                self.left[spill.until].append(spill)
         self.until = {sunk.start: sunk.until for sunk in found.sinks}
         self.sunk: dict[int, float] = defaultdict(float)
+        self.stalls: dict[Storage, float] = defaultdict(float)
 
     def end_s(self) -> float:
+        sink_s = self.rates.sink_s
         for event, seconds in zip(self.schedule.events, self.rates.event_s):
-            for load in self.starting.get(event.index, ()):
-                begin = max(self.now, self.h2d, self.on_host.get(load.storage, 0.0))
-                self.h2d = self.arrived[load] = begin + self.rates.h2d_s(load.storage.n_bytes)
-            for load in self.awaited.get(event.index, ()):
-                self.now = max(self.now, self.arrived[load])
-            self.issued += self.rates.dispatch_s
-            self.now = max(self.now, self.issued) + seconds
-            for spill in self.leaving.get(event.index, ()):
-                self.on_host[spill.storage] = self._send(spill.storage.n_bytes)
-            if _is_sink(self.schedule.live.nodes[event.index]):
+            for number, copy_s in self.starting.get(event.index, ()):
+                self._issue()
+                self.h2d = self.arrived[number] = max(self.now, self.h2d) + copy_s
+            for number, storage in self.awaited.get(event.index, ()):
+                if self.arrived[number] > self.now:
+                    self.stalls[storage] += self.arrived[number] - self.now
+                    self.now = self.arrived[number]
+            if seconds:
+                self._issue()
+                self.now += seconds
+            if event.index in sink_s:
                 at = self.until.get(event.index, event.index)
-                self.sunk[at] = max(self.sunk[at], self._send(_bytes(event)))
-            left = [self.on_host.get(spill.storage, 0.0) for spill in self.left.get(event.index, ())]
-            self.now = max(self.now, self.sunk.get(event.index, 0.0), *left)
+                self.sunk[at] = max(self.sunk[at], self._send(sink_s[event.index]))
+            self.now = max([self.now, self.sunk.get(event.index, 0.0), *(self.gone[spill.storage] for spill in self.left.get(event.index, ()))])
+            # Each is put right behind the event, before those that were put there earlier.
+            for spill in reversed(self.leaving.get(event.index, ())):
+                self.gone[spill.storage] = self._send(self.rates.spill_s(spill.storage))
+                if spill.until == spill.after:
+                    self.now = max(self.now, self.gone[spill.storage])
         return max(self.now, self.h2d, self.d2h)
 
-    def _send(self, n_bytes: int) -> float:
-        self.d2h = max(self.now, self.d2h) + self.rates.d2h_s(n_bytes)
+    def _issue(self) -> None:
+        self.issued += self.rates.dispatch_s
+        self.now = max(self.now, self.issued)
+
+    def _send(self, seconds: float) -> float:
+        self._issue()
+        self.d2h = max(self.now, self.d2h) + seconds
         return self.d2h
 
 
@@ -185,13 +240,25 @@ def _border_position(schedule: Schedule) -> int:
 
 def _free_bytes(schedule: Schedule, found: Scan, capacity_bytes: int | None) -> Bytes:
     """Bytes free during each event, once every value is dropped at its last use."""
-    n = len(schedule.events)
-    change = [0] * (n + 1)
+    return (NEVER if capacity_bytes is None else capacity_bytes) - stayed_bytes(schedule, found) - schedule.workspace
+
+
+def stayed_bytes(schedule: Schedule, found: Scan) -> Bytes:
+    """Bytes of what stays during each event."""
+    change = [0] * (len(schedule.events) + 1)
     for stay in found.stays:
         change[stay.first] += stay.storage.n_bytes
         change[stay.last + 1] -= stay.storage.n_bytes
-    free, used = [], 0
-    for i, event in enumerate(schedule.events):
-        used += change[i]
-        free.append((NEVER if capacity_bytes is None else capacity_bytes) - used - event.workspace_bytes)
-    return np.array(free, dtype=np.int64)
+    return np.cumsum(np.array(change[:-1], dtype=np.int64))
+
+
+def used_bytes(schedule: Schedule, found: Scan) -> Bytes:
+    """Bytes beside the fixed inputs that each event finds taken, copies under way and what buckets take more included."""
+    used = stayed_bytes(schedule, found) + schedule.workspace + held_bytes(schedule, found)
+    position = schedule.position
+    for load in found.loads:
+        used[position[load.start] : position[load.before]] += load.storage.n_bytes
+    for sunk in found.sinks:
+        start = position[sunk.start]
+        used[start + 1 : position[sunk.until] + 1] += _bytes(schedule.events[start])
+    return used

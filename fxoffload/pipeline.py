@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import json
 import re
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoints, entry_points
 from pathlib import Path
 
 import networkx as nx
@@ -22,7 +24,7 @@ from . import text
 from .effects import Tier
 from .errors import VerifyError
 from .graph import Bounds, copy_graph
-from .liveness import LiveCurve, no_workspace
+from .liveness import LiveCurve, Liveness, no_workspace
 from .machine import Machine
 from .plans import Decision, GraphPlan, Prediction
 from .sizes import format_bytes
@@ -34,7 +36,10 @@ Option = bool | int | float | str
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What a pass may read besides the graph: sizes, the plan to apply, budgets and options of the pipeline text."""
+    """What a pass may read besides the graph: sizes, the plan to apply, budgets and options of the pipeline text.
+
+    `live`: the Liveness of the graph, for planners that are asked about one graph again and again; None where nobody has it.
+    """
 
     bounds: Bounds = field(default_factory=Bounds)
     plan: GraphPlan | None = None
@@ -48,6 +53,7 @@ class Context:
     machine: Machine | None = None
     workspace: Callable[[fx.Node], int] = no_workspace
     options: Mapping[str, Option] = field(default_factory=dict)
+    live: Liveness | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +177,7 @@ def get_pass(name: str, **options: Option) -> Pass:
 
     Raises ValueError for an unknown name or option, and for two passes of one name.
     """
-    found = [entry.load() for entry in entry_points(group=ENTRY_POINTS) if entry.name == name]
+    found = [entry.load() for entry in _registered(entry_points, tuple(sys.path)) if entry.name == name]
     module = f"{ENTRY_POINTS}.{name.replace('-', '_')}"
     if re.fullmatch(r"[a-z][a-z0-9-]*", name) and importlib.util.find_spec(module) is not None:
         found.append(getattr(importlib.import_module(module), "PASS", None))
@@ -180,6 +186,12 @@ def get_pass(name: str, **options: Option) -> Pass:
     if not found or not isinstance(found[0], Pass):
         raise ValueError(f"there is no pass {name!r}")
     return found[0].with_options(options)
+
+
+@functools.cache
+def _registered(read: Callable[..., EntryPoints], path: tuple[str, ...]) -> EntryPoints:
+    """What installed packages register, read anew where `path`, on which they are found, has changed: a search asks often."""
+    return read(group=ENTRY_POINTS)
 
 
 def pipeline_names(name: str) -> tuple[str, ...]:

@@ -371,8 +371,8 @@ class Planning:
         Raises PlanError naming the bytes that are missing.
         """
         solution = self._solve(graph, context)
-        if self._host_short(solution) > 0 and self._move_to_disk(solution, context, trained=False):
-            # What lies on disk is in other buckets than what does not.
+        while self._host_short(solution) > 0 and self._move_to_disk(solution, context, trained=False):
+            # A copy from the disk takes longer and is in another bucket: what resides and what is swapped may change with it.
             solution = self._solve(graph, context)
         if self._host_short(solution) > 0 and self._uses(solution, context.swap_tier):
             context = replace(context, swap_tier=Tier.DISK)

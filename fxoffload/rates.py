@@ -33,6 +33,10 @@ class Curve:
         right, right_s = self.points[i]
         return left_s + (right_s - left_s) * (size - left) / (right - left)
 
+    def least_s_per_unit(self, most: float) -> float:
+        """The fewest seconds per unit of size that any size up to `most` takes. Between two points seconds per unit only rise or fall."""
+        return min(self.seconds(size) / size for size in (*(x for x, _ in self.points if 0 < x < most), most))
+
 
 @dataclass(frozen=True, slots=True)
 class MatrixRate:

@@ -18,7 +18,7 @@ class Tried:
     """One candidate of the search. `recipe`: what it computes again, in words; `resident_bytes`: parameters that stay on the device.
 
     `step_s`: estimated seconds, None where it does not fit; then `shortfall_bytes` are missing. `peak_bytes`: live device bytes, None
-    for a recipe that was not scanned, because its compute alone, which `step_s` then is, takes longer than the best plan.
+    for a recipe that was not scanned, because what it takes at least, which `step_s` then is, is longer than the best plan.
     """
 
     recipe: str

@@ -13,7 +13,8 @@ import torch.fx as fx
 from .errors import PlanError
 from .graph import copy_graph, name_of
 from .losses import Whole, find_losses
-from .planner import Problem, Solution, apply, decide, solve
+from .planner import Problem, Solution, solve
+from .problem import apply, decide
 from .plans import Chunk, Decision, GraphPlan, Prediction
 from .reasons import Tried
 

@@ -8,19 +8,23 @@ the scan names it exactly when it is not there.
 
 from __future__ import annotations
 
+import functools
 import operator
 from bisect import bisect_right
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop
 
+import numpy as np
 import torch.fx as fx
 
 from . import ops
 from .effects import Tier
-from .graph import Bounds, returned
+from .graph import Bounds, has_fixed_layout, operands, output_of, returned
 from .liveness import Liveness, Storage, is_view, liveness, no_workspace
 
+# Bytes at each event; NEVER stands for no limit, and 64 bits hold it.
+Bytes = np.ndarray[tuple[int], np.dtype[np.int64]]
 NEVER = 1 << 60
 # Distances beyond this are one: a value that is never used again still has a score.
 _FAR = 1 << 30
@@ -28,11 +32,13 @@ _FAR = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Storage comes to the device before node index `before`, started before node index `start`."""
+    """Storage comes to the device before node index `before`, started before node index `start`. Loads of one `bucket` start with the
+    first of them, as one copy, and are there when the first of them is awaited."""
 
     storage: Storage
     before: int
     start: int
+    bucket: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,24 +134,32 @@ def _needed(storage: Storage) -> bool:
     return storage.tier is Tier.DEVICE or storage.is_input
 
 
-class Spiller:
-    """One scan over the events under `capacity_bytes` (device bytes beside the `fixed` inputs)."""
+@dataclass(frozen=True, slots=True)
+class Ground:
+    """What all scans of a Schedule with the same inputs fixed on the device share: the bytes of these, and what is read beside them.
 
-    def __init__(self, graph: fx.Graph, live: Liveness, events: list[Event], capacity_bytes: int, fixed: frozenset[Storage],
+    `reads`: per event; `touches`: per event what it reads and makes, with the node index of the next use; `uses`: of every Storage the
+    node indices that read it; `returned`: what stays to the end; `border`: node index.
+    """
+
+    fixed: frozenset[Storage]
+    fixed_bytes: int
+    reads: list[tuple[Storage, ...]]
+    touches: list[tuple[tuple[Storage, int], ...]]
+    uses: dict[Storage, list[int]]
+    returned: frozenset[Storage]
+    border: int
+
+
+class Spiller:
+    """One scan over the events under `capacity_bytes` (device bytes beside the fixed inputs of `ground`)."""
+
+    def __init__(self, live: Liveness, events: list[Event], capacity_bytes: int, ground: Ground,
                  kept: frozenset[Storage] = frozenset(), swapped: frozenset[Storage] = frozenset()) -> None:
         self.live, self.events, self.capacity = live, events, capacity_bytes
-        self.fixed, self.kept, self.swapped = fixed, kept, swapped
-        self.reads = [tuple(s for s in event.reads if s not in fixed) for event in events]
-        self.uses: dict[Storage, list[int]] = {}
-        for event, reads in zip(events, self.reads):
-            for storage in reads:
-                self.uses.setdefault(storage, []).append(event.index)
-        forward, gradients = returned(graph)
-        results = [v for v in (*forward, *gradients) if isinstance(v, fx.Node)]
-        # Tangents are the caller's: like what is returned, they stay to the end.
-        self.returned = {s for v in results for s in live.of.get(v, ()) if not s.is_input} | {s for s in live.first if s.is_tangent}
-        border = graph.find_nodes(op="call_function", target=ops.backward)
-        self.border = live.index[border[0]] if border else NEVER
+        self.kept, self.swapped = kept, swapped
+        self.reads, self.touches, self.uses = ground.reads, ground.touches, ground.uses
+        self.returned, self.border = ground.returned, ground.border
         self.before_border = max((i for i, event in enumerate(events) if event.index < self.border), default=0)
         self.there: dict[Storage, int] = {}
         # What is there and may leave: not what is kept, and in backward not what the graph returns.
@@ -175,31 +189,36 @@ class Spiller:
             self.in_backward = True
             for storage in self.returned:
                 self.movable.pop(storage, None)
-        reads = self.reads[self.position]
-        missing = [s for s in reads if s not in self.there]
-        incoming = sum([s.n_bytes for s in missing]) + sum([s.n_bytes for s in event.makes]) + event.workspace_bytes
-        self._make_room(incoming, event, reads)
+        reads, there, touched, position = self.reads[self.position], self.there, self.touched, self.position
+        incoming, missing = event.workspace_bytes, []
+        for storage in reads:
+            if storage in there:
+                touched[storage] = position
+            else:
+                missing.append(storage)
+                incoming += storage.n_bytes
+        for storage in event.makes:
+            incoming += storage.n_bytes
+        if self.used_bytes + incoming > self.capacity:
+            self._make_room(incoming, event, reads)
         for storage in missing:
             self.result.loads.append(Load(storage, event.index, event.index))
             self._enter(storage)
         for storage in event.makes:
             self._enter(storage)
-        for storage in reads:
-            self.touched[storage] = self.position
         live_bytes = self.used_bytes + event.workspace_bytes
         if live_bytes > self.result.peak_bytes:
             self.result.peak_bytes, self.result.peak_index = live_bytes, event.index
-        for storage in (*reads, *event.makes):
-            next_use = self.upcoming[storage] = self._next_use(storage, event.index)
-            if next_use == NEVER and storage not in self.returned:
+        upcoming, returned = self.upcoming, self.returned
+        for storage, next_use in self.touches[position]:
+            upcoming[storage] = next_use
+            if next_use == NEVER and storage not in returned:
                 self._leave(storage)
-            elif storage in self.swapped and storage in self.there and event.index < self.border < next_use:
-                self._evict(storage, event.index + 1, self.position)
+            elif storage in self.swapped and storage in there and event.index < self.border < next_use:
+                self._evict(storage, event.index + 1, position)
 
     def _make_room(self, incoming: int, event: Event, reads: tuple[Storage, ...]) -> None:
         over = self.used_bytes + incoming - self.capacity
-        if over <= 0:
-            return
         candidates = [s for s in self.movable if s not in reads]
         queue = self._queue(candidates, event.index, over)
         while queue and over > 0:
@@ -221,12 +240,6 @@ class Spiller:
         ]
         heapify(queue)
         return queue
-
-    def _next_use(self, storage: Storage, index: int) -> int:
-        uses = self.uses.get(storage)
-        if uses is None or uses[-1] <= index:
-            return NEVER
-        return uses[bisect_right(uses, index)]
 
     def _last_touch(self, storage: Storage, index: int) -> int:
         uses = self.uses.get(storage, [])
@@ -277,25 +290,76 @@ class Schedule:
         fixed = frozenset(s for s in live.first if s.is_input and s.tier is Tier.DEVICE and not s.is_tangent)
         return Schedule(graph, live, events_of(graph, live, workspace), fixed)
 
+    @functools.cached_property
+    def mergeable(self) -> frozenset[Storage]:
+        """Inputs on the host whose copies may come in a bucket: of a layout that no symbol decides, and not returned."""
+        returned = {s for operand in operands(output_of(self.graph)) for s in self.live.of.get(operand, ())}
+        inputs = (node for node in self.graph.find_nodes(op="placeholder") if self.live.of.get(node) and has_fixed_layout(node))
+        return frozenset(s for node in inputs for s in self.live.of[node] if s.tier.on_host and s not in returned)
+
     def fixed_bytes(self, resident: frozenset[str] = frozenset()) -> int:
         """Device bytes of inputs, with those of `resident` there too."""
         return sum(s.n_bytes for s in self._fixed_with(resident))
 
     def _fixed_with(self, resident: frozenset[str]) -> frozenset[Storage]:
-        return self.fixed | frozenset(s for s in self.live.first if s.is_input and s.name in resident)
+        return self.fixed | frozenset(self._inputs[name] for name in resident if name in self._inputs)
+
+    @functools.cached_property
+    def _inputs(self) -> dict[str, Storage]:
+        return {s.name: s for s in self.live.first if s.is_input}
+
+    @functools.cached_property
+    def position(self) -> dict[int, int]:
+        """The number of each event by its node index."""
+        return {event.index: i for i, event in enumerate(self.events)}
+
+    @functools.cached_property
+    def workspace(self) -> Bytes:
+        """Bytes that each event needs for itself."""
+        return np.array([event.workspace_bytes for event in self.events], dtype=np.int64)
 
     def scan(self, budget_bytes: int | None, kept: frozenset[str] = frozenset(), swapped: frozenset[str] = frozenset(),
-             resident: frozenset[str] = frozenset(), to_the_end: bool = True) -> Scan:
+             resident: frozenset[str] = frozenset(), to_the_end: bool = True, ground: Ground | None = None) -> Scan:
         """The scan under `budget_bytes` of device memory, the inputs that lie there included; unlimited when None.
 
         `kept`: names of values that must not leave the device; `swapped`: of values that must, until backward reads them; `resident`:
         of inputs that lie on the device besides those the graph has there. The result's peak counts the device inputs too. Unless
-        `to_the_end`, a scan that finds no room is cut short there.
+        `to_the_end`, a scan that finds no room is cut short there. `ground`: that of `resident`, where it is known.
         """
-        fixed = self._fixed_with(resident)
-        fixed_bytes = sum(s.n_bytes for s in fixed)
-        capacity = NEVER if budget_bytes is None else budget_bytes - fixed_bytes
-        stay, leave = (frozenset(s for s in self.live.first if s.name in names) for names in (kept, swapped))
-        found = Spiller(self.graph, self.live, self.events, capacity, fixed, stay, leave).run(to_the_end)
-        found.peak_bytes += fixed_bytes
+        ground = ground or self.ground(resident)
+        capacity = NEVER if budget_bytes is None else budget_bytes - ground.fixed_bytes
+        stay, leave = (frozenset(s for s in self.live.first if s.name in names) if names else frozenset() for names in (kept, swapped))
+        found = Spiller(self.live, self.events, capacity, ground, stay, leave).run(to_the_end)
+        found.peak_bytes += ground.fixed_bytes
         return found
+
+    def ground(self, resident: frozenset[str] = frozenset()) -> Ground:
+        """The Ground with those inputs fixed on the device besides the ones the graph has there."""
+        fixed, least = self._fixed_with(resident), self._least_ground
+        more = fixed - least.fixed
+        reads, touches, uses = least.reads.copy(), least.touches.copy(), least.uses.copy()
+        for at in {self.position[index] for storage in more for index in uses.pop(storage, ())}:
+            reads[at] = tuple([s for s in reads[at] if s not in more])
+            touches[at] = tuple([touch for touch in touches[at] if touch[0] not in more])
+        return replace(least, fixed=fixed, fixed_bytes=sum(s.n_bytes for s in fixed), reads=reads, touches=touches, uses=uses)
+
+    @functools.cached_property
+    def _least_ground(self) -> Ground:
+        reads = [tuple([s for s in event.reads if s not in self.fixed]) for event in self.events]
+        uses: dict[Storage, list[int]] = {}
+        touches = []
+        upcoming: dict[Storage, int] = {}
+        for event, storages in zip(reversed(self.events), reversed(reads)):
+            touches.append(tuple([(s, upcoming.get(s, NEVER)) for s in (*storages, *event.makes)]))
+            for storage in storages:
+                uses.setdefault(storage, []).append(event.index)
+                upcoming[storage] = event.index
+        for indices in uses.values():
+            indices.reverse()
+        touches.reverse()
+        results = [v for side in returned(self.graph) for v in side if isinstance(v, fx.Node)]
+        # Tangents are the caller's: like what is returned, they stay to the end.
+        kept = {s for v in results for s in self.live.of.get(v, ()) if not s.is_input} | {s for s in self.live.first if s.is_tangent}
+        border = self.graph.find_nodes(op="call_function", target=ops.backward)
+        at_border = self.live.index[border[0]] if border else NEVER
+        return Ground(self.fixed, sum(s.n_bytes for s in self.fixed), reads, touches, uses, frozenset(kept), at_border)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch.fx as fx
 
-from .graph import INFO, NodeInfo, Names, info, name_of
+from .graph import INFO, NodeInfo, Names, copy_node, info, name_of
 from .liveness import is_view, view_source
 import operator
 
@@ -94,8 +94,7 @@ class _Versions:
             source = view_source(wanted)
             new_source = self._derive(source, base, latest, before)
             with self.graph.inserting_before(before):
-                clone = self.graph.node_copy(wanted, lambda n: new_source if n is source else n)
-            clone.meta = dict(wanted.meta)
+                clone = copy_node(self.graph, wanted, lambda n: new_source if n is source else n)
             clone.meta[INFO] = NodeInfo(self.names.fresh(name_of(wanted), "~"), origin=info(wanted).origin or name_of(wanted))
             self.derived[key] = clone
         return self.derived[key]

@@ -30,7 +30,7 @@ def run(graph: fx.Graph, ctx: Context) -> tuple[Decision, ...]:
     border = border_of(graph)
     if border is None:
         return ()
-    live = liveness(graph, ctx.bounds)
+    live = ctx.live or liveness(graph, ctx.bounds)
     values = _forward_values(graph, live, border)
     closure = _parameter_closure(graph, live, border)
     chosen = {name_of(values[s]) for s in values if _recomputed(s, values[s], closure, live, border, keep, blocks, ctx.bounds)}

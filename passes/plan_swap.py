@@ -9,38 +9,13 @@ from __future__ import annotations
 
 import torch.fx as fx
 
-from fxoffload.effects import Tier
 from fxoffload.errors import PlanError
-from fxoffload.graph import info, name_of
-from fxoffload.liveness import Liveness, base_nodes
+from fxoffload.graph import name_of
 from fxoffload.overlap import Rates, overlapped
 from fxoffload.pipeline import Context, Pass
-from fxoffload.plans import Decision, Gather, Sink, SwapIn, SwapOut
-from fxoffload.spill import Scan, Schedule
-
-
-def decisions_of(live: Liveness, scan: Scan, tier: Tier, overlaps: bool = True) -> tuple[Decision, ...]:
-    """The scan's loads and spills as decisions by canonical name. Without overlap a copy to the host ends where it starts."""
-    bases, nodes = base_nodes(live), live.nodes
-    made: list[tuple[int, Decision]] = []
-    for spill in scan.spills:
-        base = bases[spill.storage]
-        until = max(spill.until, live.index[base])
-        after = max(spill.after, live.index[base])
-        if not overlaps:
-            until = after
-        made.append((until, SwapOut(name_of(base), tier, name_of(nodes[after]), name_of(nodes[until]))))
-    for load in scan.loads:
-        start, before = name_of(nodes[load.start]), name_of(nodes[load.before])
-        base = bases[load.storage]
-        if load.storage.is_input:
-            made.append((load.before, Gather(info(base).fqn or name_of(base), start, before)))
-        else:
-            made.append((load.before, SwapIn(name_of(base), start, before)))
-    for sunk in scan.sinks:
-        made.append((sunk.until, Sink(name_of(nodes[sunk.start]).removesuffix("/out"), name_of(nodes[sunk.until]))))
-    made.sort(key=lambda pair: pair[0])
-    return tuple(decision for _, decision in made)
+from fxoffload.plans import Decision
+from fxoffload.spill import Schedule
+from fxoffload.swaps import decisions_of
 
 
 def run(graph: fx.Graph, ctx: Context) -> tuple[Decision, ...]:
@@ -56,7 +31,8 @@ def run(graph: fx.Graph, ctx: Context) -> tuple[Decision, ...]:
         )
     if ctx.machine is not None:
         fixed_bytes = sum(s.n_bytes for s in schedule.fixed)
-        found = overlapped(schedule, found, None if budget is None else budget - fixed_bytes, Rates.of(schedule, ctx.bounds, ctx.machine))
+        rates = Rates.of(schedule, ctx.bounds, ctx.machine, ctx.swap_tier)
+        found = overlapped(schedule, found, None if budget is None else budget - fixed_bytes, rates)
     overlaps = ctx.machine is None or ctx.machine.overlaps
     return decisions_of(live, found, ctx.swap_tier, overlaps)
 

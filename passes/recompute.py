@@ -13,7 +13,7 @@ import torch
 import torch.fx as fx
 
 from fxoffload import ops
-from fxoffload.graph import INFO, NodeInfo, Names, border_of, info, name_of
+from fxoffload.graph import INFO, NodeInfo, Names, border_of, copy_node, info, name_of
 from fxoffload.liveness import is_view, view_source
 from fxoffload.pipeline import Context, Pass
 from fxoffload.versions import last_element
@@ -95,8 +95,7 @@ class _Clones:
             before = last_element(self.clone_of[view_source(node)]).next
         saved_state = self._replay_state(node, before) if is_random(node) else None
         with self.graph.inserting_before(before):
-            clone = self.graph.node_copy(node, lambda n: self.clone_of.get(n, n))
-        clone.meta = dict(node.meta)
+            clone = copy_node(self.graph, node, lambda n: self.clone_of.get(n, n))
         clone.meta[INFO] = NodeInfo(self.names.fresh(name_of(node), "~"), origin=name_of(node), tier=info(node).tier)
         if saved_state is not None:
             self._memory_node(ops.swap_rng_state, (saved_state, self.device), before, saved_state)

@@ -25,6 +25,7 @@ from fxoffload import text
 from fxoffload.api import captured, planning_options
 from fxoffload.effects import Tier
 from fxoffload.machine import default_machine
+from fxoffload.pins import Pin
 from fxoffload.places import Places
 from fxoffload.plans import Gather, Plan
 from fxoffload.study import Study
@@ -69,10 +70,10 @@ def needed_host_bytes(family: str) -> int:
 
 
 @contextlib.contextmanager
-def study_of(family: str) -> Iterator[Study]:
+def study_of(family: str, pins: tuple[Pin, ...] = ()) -> Iterator[Study]:
     """The family's step, captured once, to be planned under one budget after the other as `compile` would."""
     case, machine = MAKE[family](), default_machine("cpu")
-    options = planning_options(case.model, machine, DEVICE[family], None, 0, "adamw", "auto", None, "bitwise", ())
+    options = planning_options(case.model, machine, DEVICE[family], None, 0, "adamw", "auto", None, "bitwise", pins)
     with captured(case.model, case.batch, options, machine) as session:
         yield session.study
 
@@ -104,13 +105,16 @@ def test_a_short_host_budget_puts_parameters_into_a_real_file_and_training_stays
 
 
 def test_frozen_parameters_go_first_then_swapped_activations() -> None:
-    """Between all on the host and all on disk there are budgets that move frozen bytes only, then swapped bytes too."""
+    """Between all on the host and all on disk there are budgets that move frozen bytes only, then swapped bytes too. What the free plan
+    swaps is pinned, else parameters that come from the disk are reason enough to recompute it."""
     tiers = []
     with study_of("lora") as study:
+        swapped = [d.value for d in study.plan().decisions if isinstance(d, fxoffload.plans.SwapOut)]
+    with study_of("lora", tuple(fxoffload.pin(value, "swap") for value in swapped)) as study:
         free = study.plan()
         frozen = sum(r.n_bytes for r in free.residency if r.tier.on_host and "lora" not in r.value)
         needed = free.predicted.host_peak_bytes
-        for budget in (needed, needed - frozen, needed - frozen - 1):
+        for budget in (needed, needed - frozen // 2, needed - frozen - 1):
             plan = plan_under(study, budget, 8 << 20)
             assert plan.predicted.host_peak_bytes <= budget
             swaps = {d.tier for d in plan.decisions if isinstance(d, fxoffload.plans.SwapOut)}

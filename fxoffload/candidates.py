@@ -1,0 +1,317 @@
+"""Candidates of the search: a recipe of recomputation, a set of residents and a share of slack, scanned and priced."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from .blocks import block_position
+from .buckets import bucketed
+from .fill import filled
+from .floor import Needs
+from .graph import Role, copy_graph, info, name_of
+from .gaps import Gap, Gaps
+from .liveness import Liveness
+from .overlap import Rates, overlapped, schedule_s, stalls_s, used_bytes
+from .pipeline import Option
+from .plans import Decision, GraphPlan, Prediction, Recompute
+from .problem import Parameter, Problem, apply, decide, outside_bytes, place_parameters
+from .spill import Ground, Scan, Schedule
+
+# The rewrites that plan-swap must see done.
+BEFORE_SWAPS = ("sink-gradients", "insert-checkpoint", "recompute")
+
+# The share of the budget left to copies that are under way: what is tried first, and what the best candidate is tried with then.
+_SLACK_SHARE = 1 / 16
+_REFINED_SHARES = (0.0, 1 / 32, 1 / 8)
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """One way to choose what is recomputed."""
+
+    keep: str
+    blocks: int = -1
+
+    def __str__(self) -> str:
+        words = {"all": "saves everything", "costly": "computes cheap ops again"}
+        return words.get(self.keep, f"saves only what crosses blocks, in {self.blocks} of them")
+
+
+@dataclass(frozen=True, slots=True)
+class Recomputation:
+    """A recipe applied: the decisions, the schedule of the graph they give, and what bounds its seconds whatever resides.
+
+    `must`: what resides at least, with its ground; `grounds`, `gaps`: of each resident set that was asked for.
+    """
+
+    recipe: Recipe
+    decisions: tuple[Decision, ...]
+    schedule: Schedule
+    rates: Rates
+    must: frozenset[str]
+    needs: Needs
+    grounds: dict[frozenset[str], Ground] = field(default_factory=dict)
+    gaps: dict[frozenset[str], Gaps] = field(default_factory=dict)
+
+    def ground(self, resident: frozenset[str]) -> Ground:
+        """The Ground of the resident set, made once."""
+        if resident not in self.grounds:
+            self.grounds[resident] = self.schedule.ground(resident)
+        return self.grounds[resident]
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A recomputation and resident set, scanned under some budget: what it loads and spills, the seconds that gives, and the live bytes
+    it takes, `outside_bytes` included. `single`: the scan with every copy by itself, before some were put in buckets."""
+
+    recomputation: Recomputation
+    resident: frozenset[str]
+    outside_bytes: int
+    single: Scan
+    found: Scan
+    step_s: float
+    live_bytes: int
+
+    @property
+    def schedule(self) -> Schedule:
+        return self.recomputation.schedule
+
+
+def recipes(problem: Problem) -> list[Recipe]:
+    """In the order of what they recompute: nothing, what is costly to save, and in a part of the blocks what does not cross them."""
+    n_blocks = 1 + max((i for node in problem.graph.nodes if (i := block_position(name_of(node))) is not None), default=-1)
+    parts = [n_blocks * quarters // 4 for quarters in (1, 2, 3)] if n_blocks >= 4 else []
+    return [Recipe("all"), Recipe("costly"), *(Recipe("blocks", n) for n in (*parts, n_blocks))]
+
+
+def decided(problem: Problem, recipe: Recipe, live: Liveness | None = None) -> tuple[Decision, ...]:
+    """What the recipe recomputes. `live`: the Liveness of the problem's graph, where it is known."""
+    options: dict[str, Option] = {"keep": recipe.keep, "blocks": recipe.blocks}
+    return decide("plan-recompute", problem.graph, replace(problem.context, options=options, live=live))
+
+
+def recomputed(problem: Problem, recipe: Recipe, decisions: tuple[Decision, ...], trained: frozenset[str]) -> Recomputation:
+    """The recipe applied, with the trained parameters `trained` on the device."""
+    context = problem.context
+    graph = copy_graph(problem.graph)
+    place_parameters(graph, problem.parameters, trained)
+    graph = apply(graph, replace(context, plan=bare(decisions)), BEFORE_SWAPS)
+    schedule = Schedule.of(graph, context.bounds, context.workspace)
+    rates = Rates.of(schedule, context.bounds, problem.machine, context.swap_tier, problem.bucket_bytes)
+    must = problem.resident if problem.resident is not None else problem.pinned_to_device | trained
+    ground = schedule.ground(must)
+    return Recomputation(recipe, decisions, schedule, rates, must, Needs.of(schedule, ground, rates, free_names(problem)), {must: ground})
+
+
+def least_s(problem: Problem, recomputation: Recomputation, budget_bytes: int, decisions: tuple[Decision, ...] | None = None) -> float:
+    """Seconds that no candidate of the recomputation, or with other decisions that recompute no less, can beat under the budget."""
+    outside = problem.fixed_bytes + outside_bytes(problem, recomputation.must)
+    room = problem.footprint.live_bytes(budget_bytes) - outside - recomputation.grounds[recomputation.must].fixed_bytes
+    known = {one.value for one in recomputation.decisions if isinstance(one, Recompute)}
+    again = {one.value for one in decisions or () if isinstance(one, Recompute)} - known
+    return recomputation.needs.least_s(room, frozenset(again))
+
+
+def bare(decisions: tuple[Decision, ...]) -> GraphPlan:
+    """The decisions as a plan that says nothing else."""
+    return GraphPlan("", decisions, (), Prediction(0, 0))
+
+
+def swept(problem: Problem, recomputation: Recomputation, trained: frozenset[str], budget_bytes: int | None) -> Iterator[Candidate]:
+    """Candidates with every resident set, most bytes first, until two in a row got slower. Of those that do not fit only the one with
+    the fewest residents, which lacks least."""
+    worse, before = 0, float("inf")
+    every = list(residencies(problem, trained))
+    for resident in every:
+        candidate = _with_slack(problem, recomputation, resident, budget_bytes, resident == every[-1])
+        if candidate.found.shortfall_bytes and resident != every[-1]:
+            continue
+        yield candidate
+        worse = worse + 1 if candidate.step_s >= before else 0
+        before = candidate.step_s
+        if worse == 2 or not candidate.found.loads:
+            break
+
+
+def refined(problem: Problem, best: Candidate, trained: frozenset[str], budget_bytes: int, packs: bool) -> Iterator[Candidate]:
+    """The candidate with other slack, with the parameters resident whose copies it waits for, and, where it `packs`, with values that
+    stay by their worth."""
+    if not best.found.loads:
+        return
+    recomputation = best.recomputation
+    if problem.machine.overlaps:
+        for share in _REFINED_SHARES:
+            yield scanned(problem, recomputation, best.resident, budget_bytes, share)
+        for resident in _with_exposed(problem, best):
+            yield _with_slack(problem, recomputation, resident, budget_bytes)
+    if packs:
+        yield from _packings(problem, recomputation, trained, budget_bytes)
+
+
+# Weights of time against bytes in what is packed first, and shares of the memory left to copies under way.
+_POWERS = (0.0, 1.0, 0.5)
+_PACKED_SHARES = (1 / 16, 0.0, 1 / 8)
+
+
+def _packings(problem: Problem, recomputation: Recomputation, trained: frozenset[str], budget_bytes: int) -> Iterator[Candidate]:
+    """Candidates whose values stay by their worth alone, not by when they are next used: with every resident set, then the best one
+    with other slack."""
+    found: list[Candidate] = []
+    first_share, *shares = _PACKED_SHARES if problem.machine.overlaps else (0.0,)
+    for resident, power in itertools.product(residencies(problem, trained), _POWERS[:2]):
+        found += _packed(problem, recomputation, resident, budget_bytes, first_share, power)
+    if free := free_names(problem):
+        found += _jointly_packed(problem, recomputation, budget_bytes, (first_share, *shares), free)
+    yield from found
+    for best in sorted(found, key=lambda c: c.step_s)[:1]:
+        for share, power in (*itertools.product(shares, _POWERS), (first_share, _POWERS[2])):
+            yield from _packed(problem, recomputation, best.resident, budget_bytes, share, power)
+
+
+def _packed(problem: Problem, recomputation: Recomputation, resident: frozenset[str], budget_bytes: int, share: float,
+            power: float) -> Iterator[Candidate]:
+    room = room_of(problem, recomputation, resident, budget_bytes)
+    kept = gaps_of(problem, recomputation, resident).packed(int(room * (1 - share)), power)
+    yield from packed_as(problem, recomputation, resident, budget_bytes, kept)
+
+
+def _jointly_packed(problem: Problem, recomputation: Recomputation, budget_bytes: int, shares: Sequence[float],
+                    free: frozenset[str]) -> Iterator[Candidate]:
+    must = recomputation.must
+    room, gaps = room_of(problem, recomputation, must, budget_bytes), gaps_of(problem, recomputation, must)
+    for share, power in itertools.product(shares, _POWERS):
+        resident, kept = gaps.packed_jointly(int(room * (1 - share)), power, free - must)
+        yield from packed_as(problem, recomputation, must | resident, budget_bytes, kept)
+
+
+def packed_as(problem: Problem, recomputation: Recomputation, resident: frozenset[str], budget_bytes: int,
+              kept: frozenset[Gap]) -> Iterator[Candidate]:
+    """The candidate that stays in exactly the `kept` gaps; none where copies under way leave it no room."""
+    room, schedule = room_of(problem, recomputation, resident, budget_bytes), recomputation.schedule
+    found = gaps_of(problem, recomputation, resident).laid_out(kept, room)
+    candidate = priced(problem, recomputation, resident, overlapped(schedule, found, room, recomputation.rates))
+    if candidate.live_bytes <= problem.footprint.live_bytes(budget_bytes):
+        yield candidate
+
+
+def room_of(problem: Problem, recomputation: Recomputation, resident: frozenset[str], budget_bytes: int) -> int:
+    """Live bytes that a device budget leaves beside the fixed inputs."""
+    outside = problem.fixed_bytes + outside_bytes(problem, resident)
+    return problem.footprint.live_bytes(budget_bytes) - outside - recomputation.ground(resident).fixed_bytes
+
+
+def gaps_of(problem: Problem, recomputation: Recomputation, resident: frozenset[str]) -> Gaps:
+    """The Gaps beside those residents, made once."""
+    if resident not in recomputation.gaps:
+        context = problem.context
+        recomputation.gaps[resident] = Gaps.of(
+            recomputation.schedule, recomputation.ground(resident), recomputation.rates, context.kept_values, context.swapped_values)
+    return recomputation.gaps[resident]
+
+
+def _with_exposed(problem: Problem, best: Candidate) -> Iterator[frozenset[str]]:
+    """The residents and the frozen parameters that are waited for longest per byte: the first of them, and all."""
+    stalls = stalls_s(best.schedule, best.found, best.recomputation.rates)
+    free = free_names(problem)
+    exposed = sorted((s for s in stalls if s.name in free), key=lambda s: (-stalls[s] / s.n_bytes, s.name))
+    for n in sorted({min(1, len(exposed)), len(exposed)} - {0}):
+        yield best.resident | {s.name for s in exposed[:n]}
+
+
+def _with_slack(problem: Problem, recomputation: Recomputation, resident: frozenset[str], budget_bytes: int | None,
+                to_the_end: bool = True) -> Candidate:
+    """The candidate with slack where it fits, else without; unless `to_the_end`, what it lacks then is not all of it."""
+    share = _SLACK_SHARE if problem.machine.overlaps and budget_bytes is not None else 0.0
+    candidate = scanned(problem, recomputation, resident, budget_bytes, share)
+    if not candidate.found.shortfall_bytes or not share:
+        return candidate
+    return scanned(problem, recomputation, resident, budget_bytes, 0.0, to_the_end)
+
+
+def scanned(problem: Problem, recomputation: Recomputation, resident: frozenset[str], budget_bytes: int | None, slack_share: float,
+            to_the_end: bool = True) -> Candidate:
+    """The candidate under a device budget, all memory where None; infinitely slow when it does not fit, and scanned no further then where
+    there is slack or it is not `to_the_end`."""
+    context, schedule, rates = problem.context, recomputation.schedule, recomputation.rates
+    outside, ground = outside_bytes(problem, resident), recomputation.ground(resident)
+    live = None if budget_bytes is None else problem.footprint.live_bytes(budget_bytes) - problem.fixed_bytes - outside
+    slack = 0 if live is None else int(live * slack_share)
+    found = schedule.scan(
+        None if live is None else live - slack, context.kept_values, context.swapped_values, resident, to_the_end and not slack, ground)
+    if found.shortfall_bytes:
+        return Candidate(recomputation, resident, problem.fixed_bytes + outside, found, found, float("inf"), 0)
+    return priced(problem, recomputation, resident, overlapped(schedule, found, None if live is None else live - ground.fixed_bytes, rates))
+
+
+def priced(problem: Problem, recomputation: Recomputation, resident: frozenset[str], single: Scan) -> Candidate:
+    """The candidate of a scan whose copies start and end where they should: small ones in buckets, and what that takes."""
+    schedule, used = recomputation.schedule, used_bytes(recomputation.schedule, single)
+    found = bucketed(schedule, single, used, problem.bucket_bytes)
+    outside = problem.fixed_bytes + outside_bytes(problem, resident)
+    # Buckets stay below the peak that is there without.
+    taken = outside + recomputation.ground(resident).fixed_bytes + int(used.max(initial=0))
+    return Candidate(recomputation, resident, outside, single, found, schedule_s(schedule, found, recomputation.rates), taken)
+
+
+def settled(problem: Problem, candidate: Candidate, budget_bytes: int) -> Candidate:
+    """The candidate, or that with what else the budget it was scanned under has room for where it is faster: before buckets are made,
+    because what came in one cannot stay longer than all of it."""
+    more, resident, _ = _filled(problem, candidate, candidate.single, budget_bytes, budget_bytes)
+    return min(candidate, priced(problem, candidate.recomputation, resident, more), key=lambda c: c.step_s)
+
+
+def completed(problem: Problem, candidate: Candidate, budget_bytes: int, most_bytes: int) -> Candidate:
+    """The candidate with what else `budget_bytes` has room for, of what `most_bytes`, the largest budget it is asked for, has: never
+    slower, and what is left in buckets stays there."""
+    found, resident, live_bytes = _filled(problem, candidate, candidate.found, budget_bytes, most_bytes)
+    step_s = schedule_s(candidate.schedule, found, candidate.recomputation.rates)
+    return replace(candidate, resident=resident, single=found, found=found, step_s=step_s, live_bytes=live_bytes)
+
+
+def _filled(problem: Problem, candidate: Candidate, found: Scan, budget_bytes: int, most_bytes: int) -> tuple[Scan, frozenset[str], int]:
+    """The scan with what else fits, what resides then, and the live bytes that are taken."""
+    recomputation = candidate.recomputation
+    outside = candidate.outside_bytes + recomputation.ground(candidate.resident).fixed_bytes
+    room, most = (problem.footprint.live_bytes(n) - outside for n in (budget_bytes, most_bytes))
+    more = filled(candidate.schedule, found, recomputation.rates, room, most, free_names(problem), problem.context.swapped_values)
+    return more.found, candidate.resident | more.resident, outside + more.used_bytes
+
+
+def free_names(problem: Problem) -> frozenset[str]:
+    """Frozen parameters that the planner may let reside."""
+    return frozenset(p.fqn for p in _free(problem)) if problem.resident is None else frozenset()
+
+
+def _free(problem: Problem) -> list[Parameter]:
+    used = {info(n).fqn for n in problem.graph.find_nodes(op="placeholder") if info(n).role is Role.PARAMETER and n.users}
+    return [p for p in problem.parameters.values() if p.fqn in used and not p.trainable and p.fqn not in problem.pinned_to_host]
+
+
+def residencies(problem: Problem, trained: frozenset[str]) -> Iterator[frozenset[str]]:
+    """Candidate resident sets, most bytes first; `trained` is part of each."""
+    if problem.resident is not None:
+        yield problem.resident
+        return
+    must = problem.pinned_to_device | trained
+    free = [p for p in _free(problem) if p.fqn not in must]
+    total = sum(p.n_bytes for p in free)
+    seen: set[frozenset[str]] = set()
+    for eighths in (8, 6, 4, 2, 1, 0):
+        chosen = must | _take(free, total * eighths // 8)
+        if chosen not in seen:
+            seen.add(chosen)
+            yield chosen
+
+
+def _take(parameters: Sequence[Parameter], limit_bytes: int) -> frozenset[str]:
+    """Parameters up to `limit_bytes`, smallest first: small transfers are the dear ones."""
+    chosen, total = set(), 0
+    for parameter in sorted(parameters, key=lambda p: (p.n_bytes, p.fqn)):
+        if total + parameter.n_bytes > limit_bytes:
+            break
+        total += parameter.n_bytes
+        chosen.add(parameter.fqn)
+    return frozenset(chosen)

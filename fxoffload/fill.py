@@ -1,0 +1,165 @@
+"""What a scan loads again is kept instead, as far as memory is left: never slower, and with more memory never less of it.
+
+Every stretch of time between two stays of a value is an item. In one order, which no budget changes, each item's threshold is the
+capacity from which on it and all items before it fit; what a capacity keeps is the items whose threshold it reaches. So what a
+larger capacity keeps includes what a smaller one does, the peak of either is within it, and a plan that needs no more than a smaller
+capacity is what that capacity gives. Dropping a copy delays nothing: channels keep their order, and a bucket starts where it did.
+What came in a bucket cannot stay until its next use, because all of the bucket would; it can reside, in none.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from .liveness import Storage
+from .overlap import Rates, used_bytes
+from .spill import Load, Scan, Schedule, Spill, Stay
+
+Mask = np.ndarray[tuple[int], np.dtype[np.bool_]]
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """Keeping `storage` on the device while events `mask` run saves `loads` and `spills`, `seconds` of the channels.
+
+    `resides`: with the `n_before` other items of this storage it is there for the whole step, so no copy of it is left.
+    """
+
+    storage: Storage
+    mask: Mask
+    loads: tuple[Load, ...]
+    spills: tuple[Spill, ...]
+    seconds: float
+    resides: bool = False
+    n_before: int = 0
+
+    @property
+    def key(self) -> tuple[float, int, str]:
+        """Most seconds per byte first, then the shortest time on the device; residence after what it builds on."""
+        return (-self.seconds / max(self.storage.n_bytes, 1), len(self.mask) if self.resides else int(self.mask.sum()), self.storage.name)
+
+
+@dataclass(frozen=True, slots=True)
+class Filled:
+    """A scan with items kept. `resident`: names of inputs that need no copy any more."""
+
+    found: Scan
+    resident: frozenset[str]
+    used_bytes: int
+
+
+def filled(schedule: Schedule, found: Scan, rates: Rates, capacity_bytes: int, most_bytes: int,
+           may_reside: frozenset[str] = frozenset(), must_leave: frozenset[str] = frozenset()) -> Filled:
+    """`found` with what fits `capacity_bytes`, beside the fixed inputs, of what would fit `most_bytes`, the largest capacity it is asked for.
+
+    `may_reside`: names of inputs that may become resident; `must_leave`: of values that are to be swapped.
+    """
+    used = used_bytes(schedule, found)
+    taken: list[Item] = []
+    peak_bytes = int(used.max(initial=0))
+    thresholds: dict[Storage, list[int]] = defaultdict(list)
+    for item in sorted(_items(schedule, found, rates, may_reside, must_leave), key=lambda one: one.key):
+        reached = thresholds[item.storage]
+        room_for = max([int(used[item.mask].max(initial=0)) + item.storage.n_bytes, *(reached if item.resides else ())])
+        if room_for > most_bytes or (item.resides and len(reached) < item.n_before):
+            continue
+        reached.append(room_for)
+        used[item.mask] += item.storage.n_bytes
+        if room_for <= capacity_bytes:
+            taken.append(item)
+            peak_bytes = max(peak_bytes, room_for)
+    return Filled(_without(found, taken), frozenset(i.storage.name for i in taken if i.resides), peak_bytes)
+
+
+def _items(schedule: Schedule, found: Scan, rates: Rates, may_reside: frozenset[str], must_leave: frozenset[str]) -> Iterator[Item]:
+    position = schedule.position
+    there = _there(schedule, found, position)
+    loads: dict[Storage, list[Load]] = {}
+    for load in found.loads:
+        loads.setdefault(load.storage, []).append(load)
+    spills = {spill.storage: spill for spill in found.spills}
+    for storage, copies in loads.items():
+        if storage.name in must_leave:
+            continue
+        if storage.is_input:
+            yield from _inputs(storage, copies, there[storage], position, rates, storage.name in may_reside)
+        elif len(copies) == 1:
+            spill = spills[storage]
+            mask = _between(there[storage], position[copies[0].start])
+            yield Item(storage, mask, tuple(copies), (spill,), rates.load_s(storage) + rates.spill_s(storage))
+
+
+def _inputs(storage: Storage, copies: list[Load], there: Mask, position: dict[int, int], rates: Rates, may_reside: bool) -> Iterator[Item]:
+    """Each return of an input, and then its first copy, without which it resides; all at once where some come in buckets."""
+    load_s, ahead = rates.load_s(storage), ~there
+    first, *others = copies = sorted(copies, key=lambda one: one.before)
+    if any(copy.bucket is not None for copy in copies[:-1]):
+        if may_reside:
+            yield Item(storage, ahead, tuple(copies), (), load_s * len(copies), resides=True)
+        return
+    for copy in others:
+        mask = _between(there, position[copy.start])
+        ahead &= ~mask
+        yield Item(storage, mask, (copy,), (), load_s)
+    if may_reside:
+        yield Item(storage, ahead, (first,), (), load_s, resides=True, n_before=len(others))
+
+
+def _there(schedule: Schedule, found: Scan, position: dict[int, int]) -> dict[Storage, Mask]:
+    """Of every storage that is loaded, the events at which it, or its copy under way, takes room."""
+    there = {load.storage: np.zeros(len(schedule.events), dtype=np.bool_) for load in found.loads}
+    for stay in found.stays:
+        if stay.storage in there:
+            there[stay.storage][stay.first : stay.last + 1] = True
+    for load in found.loads:
+        there[load.storage][position[load.start] : position[load.before]] = True
+    return there
+
+
+def _between(there: Mask, end: int) -> Mask:
+    """The events before number `end` back to the last at which the storage is there."""
+    mask = np.zeros(len(there), dtype=np.bool_)
+    before = np.flatnonzero(there[:end])
+    mask[(int(before[-1]) + 1 if before.size else 0) : end] = True
+    return mask
+
+
+def _without(found: Scan, items: list[Item]) -> Scan:
+    """The scan without the copies that the items save; what was apart is one stay."""
+    loads = {load for item in items for load in item.loads}
+    spills = {spill for item in items for spill in item.spills}
+    resident = {item.storage for item in items if item.resides}
+    joined = {(item.storage, load.before) for item in items for load in item.loads}
+    return replace(
+        found, loads=[load for load in found.loads if load not in loads], spills=[spill for spill in found.spills if spill not in spills],
+        stays=[stay for stay in _joined(found, joined) if stay.storage not in resident])
+
+
+def _joined(found: Scan, joined: set[tuple[Storage, int]]) -> Iterator[Stay]:
+    """The stays, each merged into the one before it where the copy between them is gone."""
+    n_loads: dict[Storage, list[int]] = {storage: [] for storage, _ in joined}
+    for load in found.loads:
+        if load.storage in n_loads:
+            n_loads[load.storage].append(load.before)
+    stays: dict[Storage, list[Stay]] = {storage: [] for storage in n_loads}
+    for stay in found.stays:
+        if stay.storage in stays:
+            stays[stay.storage].append(stay)
+        else:
+            yield stay
+    for storage, parts in stays.items():
+        befores = sorted(n_loads[storage])
+        parts.sort(key=lambda one: one.first)
+        # An input's first stay starts with its first copy; any other value's is where it was made.
+        befores = befores[1:] if storage.is_input else befores
+        merged = [parts[0]]
+        for before, part in zip(befores, parts[1:], strict=True):
+            if (storage, before) in joined:
+                merged[-1] = Stay(storage, merged[-1].first, part.last)
+            else:
+                merged.append(part)
+        yield from merged

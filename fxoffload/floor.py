@@ -1,0 +1,138 @@
+"""Seconds that no plan of one schedule can beat, whatever it keeps, lets reside, and whenever its copies start.
+
+A bound may be too low and never too high: `schedule_s` of every scan that fits the capacity is at least as long. No copy is under way
+at the border, so forward and backward are bounded one by one, each by what compute takes and by what each channel must move. What
+must move is what crosses the border, and inputs that may reside, less what fits at the border: a fractional knapsack. Two terms are
+of the whole step: what the host takes to issue it, and the longest way through first copies of inputs before an event that reads
+them, compute from there to a gradient, and the copies of it and those behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from .graph import name_of
+from .liveness import Storage, base_nodes
+from .overlap import Rates
+from .spill import Ground, Schedule
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Something that is either on the device over the border or takes seconds of the channels: in forward, and in backward.
+
+    `name`: its canonical name; `made_s`: what making it takes, at event number `made_at`; None of an input.
+    """
+
+    name: str
+    n_bytes: int
+    load_s: float = 0.0
+    spill_s: float = 0.0
+    again_s: float = 0.0
+    made_at: int | None = None
+    made_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Half:
+    """What forward or backward takes: compute, copies of inputs that cannot reside, copies of gradients."""
+
+    compute_s: float
+    loads_s: float
+    sinks_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What a schedule's seconds are bounded by. `ahead_s`: the longest way through first copies, compute and the gradients' copies."""
+
+    forward: Half
+    backward: Half
+    issue_s: float
+    ahead_s: float
+    kept: tuple[Kept, ...]
+    overlaps: bool
+
+    @staticmethod
+    def of(schedule: Schedule, ground: Ground, rates: Rates, may_reside: frozenset[str] = frozenset()) -> Needs:
+        """The needs of `schedule` with the ground's inputs resident, and any of `may_reside` besides."""
+        first = _first_loads(schedule, ground, rates, may_reside)
+        border = sum(1 for event in schedule.events if event.index < ground.border)
+        issued = sum(1 for seconds in rates.event_s if seconds) + len(rates.sink_s)
+        forward, backward = (
+            Half(sum(rates.event_s[part]), sum(first[part]), sum(rates.sink_s.get(e.index, 0.0) for e in schedule.events[part]))
+            for part in (slice(0, border), slice(border, None)))
+        return Needs(
+            forward, backward, issued * rates.dispatch_s, _ahead_s(schedule, first, rates),
+            tuple(_kept(schedule, ground, rates, may_reside)), rates.overlaps)
+
+    def least_s(self, capacity_bytes: int, again: frozenset[str] = frozenset()) -> float:
+        """The bound under `capacity_bytes` beside the ground's inputs. `again`: names of values that backward makes again instead."""
+        left = [one for one in self.kept if one.name not in again]
+        made_s = sum({one.made_at: one.made_s for one in self.kept if one.name in again}.values())
+        f, b = self.forward, self.backward
+        if not self.overlaps:
+            moved_s = _left([(k.n_bytes, k.load_s + k.spill_s + k.again_s) for k in left], capacity_bytes)
+            return f.compute_s + f.loads_s + f.sinks_s + b.compute_s + b.loads_s + b.sinks_s + made_s + moved_s
+        loads_s, spills_s, again_s = (
+            _left([(k.n_bytes, seconds) for k, seconds in zip(left, column)], capacity_bytes)
+            for column in zip(*((k.load_s, k.spill_s, k.again_s) for k in left))) if left else (0.0, 0.0, 0.0)
+        forward_s = max(f.compute_s, f.loads_s + loads_s, f.sinks_s + spills_s)
+        backward_s = max(b.compute_s + made_s, b.loads_s + again_s, b.sinks_s)
+        return max(forward_s + backward_s, self.issue_s, self.ahead_s)
+
+
+def _left(items: Sequence[tuple[int, float]], capacity_bytes: int) -> float:
+    """Seconds of the items, less the most that a part of them, items cut where need be, can hold in `capacity_bytes`."""
+    total, room = sum(seconds for _, seconds in items), max(capacity_bytes, 0)
+    for n_bytes, seconds in sorted(items, key=lambda one: -one[1] / max(one[0], 1)):
+        if n_bytes > room:
+            return max(total - seconds * room / n_bytes, 0.0)
+        total, room = total - seconds, room - n_bytes
+    return max(total, 0.0)
+
+
+def _first_loads(schedule: Schedule, ground: Ground, rates: Rates, may_reside: frozenset[str]) -> list[float]:
+    """Seconds of first copies of inputs that cannot reside, at the event that needs them first."""
+    found = [0.0] * len(schedule.events)
+    seen: set[Storage] = set()
+    for i, reads in enumerate(ground.reads):
+        for storage in reads:
+            if storage.is_input and not storage.is_tangent and storage not in seen and storage.name not in may_reside:
+                seen.add(storage)
+                found[i] += rates.least_load_s(storage)
+    return found
+
+
+def _ahead_s(schedule: Schedule, first_loads: list[float], rates: Rates) -> float:
+    """The longest way: first copies up to an event, compute from there to a later one, the gradients' copies from that one on."""
+    before = [0.0, *accumulate(rates.event_s)]
+    starts = list(accumulate((loaded - before[i] for i, loaded in enumerate(accumulate(first_loads))), max))
+    ahead_s = max((start + before[-1] for start in starts), default=0.0)
+    sunk_s = 0.0
+    for i in range(len(schedule.events) - 1, -1, -1):
+        seconds = rates.sink_s.get(schedule.events[i].index)
+        if seconds is not None:
+            sunk_s += seconds
+            ahead_s = max(ahead_s, starts[i] + before[i + 1] + sunk_s)
+    return ahead_s
+
+
+def _kept(schedule: Schedule, ground: Ground, rates: Rates, may_reside: frozenset[str]) -> Iterator[Kept]:
+    base, position = base_nodes(schedule.live), {event.index: i for i, event in enumerate(schedule.events)}
+    for storage, uses in ground.uses.items():
+        begins = uses[0] if storage.is_input else schedule.live.first[storage]
+        again_s = rates.least_load_s(storage) if uses[-1] > ground.border and storage not in ground.returned else 0.0
+        if storage.is_input and storage.name in may_reside:
+            load_s = rates.least_load_s(storage) if begins < ground.border else 0.0
+            yield Kept(storage.name, storage.n_bytes, load_s, 0.0, again_s)
+        elif not again_s or begins >= ground.border:
+            continue
+        elif storage.is_input:
+            yield Kept(storage.name, storage.n_bytes, 0.0, 0.0, again_s)
+        elif storage in base:
+            made_at = position.get(schedule.live.first[storage])
+            made_s = 0.0 if made_at is None else rates.event_s[made_at]
+            yield Kept(name_of(base[storage]), storage.n_bytes, 0.0, rates.spill_s(storage), again_s, made_at, made_s)

@@ -1,0 +1,248 @@
+"""The search: candidates under a ladder of budgets that depends on the problem alone, so that laws hold for any two budgets.
+
+Rungs are device budgets of few significant bits (24 GiB is one), and the least budget that works. The largest rung within a budget is
+searched with every recipe, then the smaller ones, until nothing they could give is faster (`floor.py`). From its rung on up to the
+next one a candidate is completed with what else the budget has room for (`fill.py`), which never makes it slower. So the candidates
+of a smaller budget are candidates of a larger one, which takes theirs where they are the fastest: more memory is never predicted
+slower. Of equals the first stays: it has the most memory and recomputes least.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+from .candidates import (
+    Candidate, Recipe, Recomputation, completed, decided, free_names, least_s, recipes, recomputed, refined, scanned, settled, swept,
+)
+from .climb import climbed
+from .liveness import Liveness, liveness
+from .plans import Decision
+from .problem import Problem
+from .reasons import Tried
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How a step of up to `most_events` is searched: on rungs of so many significant `bits`, at most `n_rungs` of them.
+
+    `n_refined`: recipes of a rung, the fastest, that are refined. `packs`: values that stay by their worth are tried too, and the fastest
+    is climbed from. `spared`: the share of the best seconds that no search is worth. 0 tries every recipe on every rung unless it is
+    proven to give nothing faster; else recipes are tried in the order of what they recompute until one is slower, and on smaller
+    rungs only the best one's.
+    """
+
+    most_events: int
+    bits: int
+    n_rungs: int
+    n_refined: int
+    packs: bool
+    spared: float
+
+
+# A scan takes milliseconds where all rungs are searched, steps of 1/16 to 1/8, and up to a tenth of a second on the others, of 1/8 to 1/4.
+_EFFORTS = (Effort(600, 4, 1 << 60, 2, True, 0.0), Effort(1500, 3, 3, 1, False, 1e-3), Effort(1 << 60, 3, 2, 1, False, 1e-3))
+# Candidates of a recipe on a rung, the fastest, that are completed, because what more memory gives them is not alike.
+_COMPLETED = 3
+# Above this many times what all parameters and values take nothing binds, slack included.
+_AMPLE = 5 / 4
+# Numbers that rounding alone tells apart are equal.
+_ROUNDING = 1e-12
+
+
+@dataclass(frozen=True, slots=True)
+class _OfRung:
+    """Candidates on a rung: all that were `tried`, those that fit, the fastest first, and the first of these with all the rung has room for."""
+
+    tried: list[Candidate]
+    fitting: list[Candidate]
+    settled: list[Candidate]
+
+
+@dataclass
+class Search:
+    """`best`: the fastest candidate so far; `short`: those that do not fit, with the budget that each was tried under.
+
+    `made`, `decisions`, `rungs`: what every budget that is searched shares.
+    """
+
+    problem: Problem
+    trained: frozenset[str]
+    best: Candidate | None = None
+    short: list[tuple[Candidate, int]] = field(default_factory=list)
+    tried: list[Tried] = field(default_factory=list)
+    made: dict[Recipe, Recomputation] = field(default_factory=dict)
+    decisions: dict[Recipe, tuple[Decision, ...]] = field(default_factory=dict)
+    rungs: dict[tuple[Recipe, int, bool], _OfRung] = field(default_factory=dict)
+
+    def run(self, budget: int | None) -> None:
+        """The search under `budget`, unlimited when None."""
+        self.best, self.short, self.tried = None, [], []
+        if budget is None:
+            self._accept(Recipe("all"), min(swept(self.problem, self._made(Recipe("all")), self.trained, None), key=_seconds))
+            return
+        limit, bits = min(budget, self._ample_bytes), self._effort.bits
+        for rung in islice(rungs_within(limit, bits), self._effort.n_rungs):
+            above = rung + step_of(rung, bits)
+            if self.best is not None and self._all_slower(min(limit, above)):
+                return
+            if not self._climb(rung, min(limit, above), above):
+                self._climb_least(rung, limit)
+                return
+
+    def _climb(self, rung: int, budget: int, above: int) -> bool:
+        """Searches one rung for what to complete under `budget`, within the rung above; False when nothing fits it."""
+        found: list[tuple[Recipe, list[Candidate]]] = []
+        for recipe in self._in_order(budget):
+            if self._is_slower(recipe, budget):
+                self.tried.append(Tried(str(recipe), 0, self._least_s(recipe, budget), None))
+                continue
+            fit = self._first(recipe, rung)
+            if not fit.fitting:
+                continue
+            self._complete(recipe, fit, budget, above)
+            found.append((recipe, fit.fitting))
+            if self._effort.spared and len(found) > 1 and fit.fitting[0].step_s >= found[-2][1][0].step_s:
+                break
+        for recipe, fitting in sorted(found, key=lambda one: one[1][0].step_s)[: self._effort.n_refined]:
+            if not self._is_slower(recipe, budget):
+                self._complete(recipe, self._others(recipe, rung, fitting), budget, above)
+        return bool(found)
+
+    def _first(self, recipe: Recipe, rung: int) -> _OfRung:
+        """What the recipe gives on a rung; all candidates are told."""
+        if (recipe, rung, False) not in self.rungs:
+            tried = list(swept(self.problem, self._made(recipe), self.trained, rung))
+            fitting = _fitting(tried)
+            self.rungs[recipe, rung, False] = _OfRung(tried, fitting, self._settled(fitting[:1], rung))
+        return self._tell(recipe, rung, self.rungs[recipe, rung, False])
+
+    def _others(self, recipe: Recipe, rung: int, first: list[Candidate]) -> _OfRung:
+        """What refining the fastest of `first` gives, and the others of it."""
+        if (recipe, rung, True) not in self.rungs:
+            tried = list(refined(self.problem, first[0], self.trained, rung, self._effort.packs))
+            fitting = _fitting((*first[1:], *tried))
+            if self._effort.packs:
+                start = min((first[0], *fitting), key=_seconds)
+                top = climbed(self.problem, start, rung)
+                fitting = _fitting((top, *fitting)) if top is not start else fitting
+            self.rungs[recipe, rung, True] = _OfRung(tried, fitting, self._settled(fitting[:_COMPLETED], rung))
+        return self._tell(recipe, rung, self.rungs[recipe, rung, True])
+
+    def _settled(self, candidates: Sequence[Candidate], rung: int) -> list[Candidate]:
+        return [settled(self.problem, one, rung) for one in candidates]
+
+    def _tell(self, recipe: Recipe, rung: int, found: _OfRung) -> _OfRung:
+        self.tried += [_told(self.problem, recipe, one) for one in found.tried]
+        self.short += [(one, rung) for one in found.tried if one.found.shortfall_bytes]
+        return found
+
+    def _complete(self, recipe: Recipe, found: _OfRung, budget: int, above: int) -> None:
+        """Accepts candidates of a rung with what else there is room for."""
+        for one in found.settled:
+            self._accept(recipe, completed(self.problem, one, budget, above))
+
+    def _in_order(self, budget: int) -> list[Recipe]:
+        """The recipes: where memory binds those that recompute most first, else last."""
+        if self._effort.spared and self.best is not None:
+            return [self.best.recomputation.recipe]
+        everything, *others = ordered = list(recipes(self.problem))
+        binds = self._least_s(everything, budget) > self._least_s(others[-1], budget)
+        return ordered[::-1] if binds else ordered
+
+    def _climb_least(self, rung: int, limit: int) -> None:
+        """Where nothing fits a rung, the least budget that works is one."""
+        needed = [least_bytes(self.problem, *one) for one in self.short if one[1] == rung]
+        if needed and min(needed) <= limit:
+            bits, least = self._effort.bits, min(needed)
+            above = next(rungs_within(least, bits)) + step_of(least, bits)
+            self._climb(least, min(limit, above), above)
+
+    def _accept(self, recipe: Recipe, candidate: Candidate) -> None:
+        """Makes a faster candidate the best one."""
+        if self.best is None or candidate.step_s < self.best.step_s:
+            self.best = candidate
+            self.tried.append(_told(self.problem, recipe, candidate))
+
+    def _all_slower(self, budget: int) -> bool:
+        return all(self._is_slower(recipe, budget) for recipe in self._in_order(budget))
+
+    def _is_slower(self, recipe: Recipe, budget: int) -> bool:
+        """True when nothing that the recipe gives under `budget` can be faster than the best candidate, by what is worth a search."""
+        if self.best is None:
+            return False
+        limit_s = self.best.step_s * (1 - max(self._effort.spared, _ROUNDING))
+        if self._least_s(recipe, budget) >= limit_s:
+            return True
+        self._made(recipe)
+        return self._least_s(recipe, budget) >= limit_s
+
+    def _least_s(self, recipe: Recipe, budget: int) -> float:
+        """A bound of what the recipe can give: of its own graph once that is made, before of the one that saves everything."""
+        if recipe in self.made:
+            return least_s(self.problem, self.made[recipe], budget)
+        return least_s(self.problem, self._made(Recipe("all")), budget, self._decided(recipe))
+
+    @functools.cached_property
+    def _live(self) -> Liveness:
+        return liveness(self.problem.graph, self.problem.context.bounds)
+
+    def _decided(self, recipe: Recipe) -> tuple[Decision, ...]:
+        if recipe not in self.decisions:
+            self.decisions[recipe] = decided(self.problem, recipe, self._live)
+        return self.decisions[recipe]
+
+    def _made(self, recipe: Recipe) -> Recomputation:
+        if recipe not in self.made:
+            self.made[recipe] = recomputed(self.problem, recipe, self._decided(recipe), self.trained)
+        return self.made[recipe]
+
+    @functools.cached_property
+    def _effort(self) -> Effort:
+        n_events = len(self._made(Recipe("all")).schedule.events)
+        return next(effort for effort in _EFFORTS if n_events <= effort.most_events)
+
+    @functools.cached_property
+    def _ample_bytes(self) -> int:
+        """A budget above which nothing binds."""
+        everything = self._made(Recipe("all"))
+        resident = everything.must | free_names(self.problem)
+        needed = scanned(self.problem, everything, resident, None, 0.0).live_bytes
+        return int(self.problem.footprint.needed_bytes(needed) * _AMPLE)
+
+
+def rungs_within(n_bytes: int, bits: int) -> Iterator[int]:
+    """The rungs of the ladder up to `n_bytes`, the largest first: numbers with that many significant bits."""
+    while n_bytes > 0:
+        step = step_of(n_bytes, bits)
+        yield n_bytes // step * step
+        n_bytes = n_bytes // step * step - 1
+
+
+def step_of(n_bytes: int, bits: int) -> int:
+    """How far apart rungs are from the one at or below `n_bytes` to the next."""
+    return 1 << max(0, n_bytes.bit_length() - bits)
+
+
+def least_bytes(problem: Problem, candidate: Candidate, budget: int) -> int:
+    """The device budget that a candidate, which is short under `budget`, fits."""
+    return problem.footprint.needed_bytes(problem.footprint.live_bytes(budget) + candidate.found.shortfall_bytes)
+
+
+def _fitting(candidates: Iterable[Candidate]) -> list[Candidate]:
+    """Those that fit, the fastest first."""
+    return sorted((one for one in candidates if not one.found.shortfall_bytes), key=_seconds)
+
+
+def _seconds(candidate: Candidate) -> float:
+    return candidate.step_s
+
+
+def _told(problem: Problem, recipe: Recipe, candidate: Candidate) -> Tried:
+    """The candidate as the plan's reasons tell it."""
+    resident_bytes = sum(problem.parameters[fqn].n_bytes for fqn in sorted(candidate.resident))
+    if candidate.found.shortfall_bytes:
+        return Tried(str(recipe), resident_bytes, None, None, candidate.found.shortfall_bytes)
+    return Tried(str(recipe), resident_bytes, candidate.step_s, candidate.live_bytes)

@@ -1,0 +1,96 @@
+"""One Graph to plan, and the two things that are done with passes on the way: deciding and applying."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch.fx as fx
+
+from .buckets import GROUP_BYTES
+from .effects import Tier
+from .footprint import Footprint
+from .graph import Role, info, set_info
+from .liveness import no_workspace
+from .machine import Machine
+from .pipeline import Context, get_pass
+from .plans import Decision
+
+# Bytes of scalars a training loop keeps on the device beside the graph's values (losses, seeds).
+USER_SCALAR_BYTES = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """What planning needs to know of one parameter: `n_bytes` of its Storage; `home` is the host tier it lives in when off the device.
+
+    `gradient_bytes`: a gradient that the caller keeps through the next step, which makes one more before both are added; like
+    `state_bytes`, the optimizer's, it lies where the parameter does (states of a parameter on disk lie in host memory). 0 when frozen.
+    """
+
+    fqn: str
+    n_bytes: int
+    trainable: bool
+    home: Tier
+    gradient_bytes: int = 0
+    state_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One Graph to plan. `fixed_bytes`: device bytes no input of this graph owns (other residents, overheads). `footprint`: what the
+    device's allocator reserves for live bytes.
+
+    `resident`: None lets the planner choose which frozen parameters reside on the device; else it is fixed. `workspace`: bytes an op needs
+    for itself, where the context has none because they are scratch. `bucket_bytes`: parameters below come in buckets; 0 for none.
+    """
+
+    graph: fx.Graph
+    context: Context
+    parameters: Mapping[str, Parameter]
+    machine: Machine
+    fixed_bytes: int = 0
+    resident: frozenset[str] | None = None
+    pinned_to_device: frozenset[str] = frozenset()
+    pinned_to_host: frozenset[str] = frozenset()
+    trained_may_reside: bool = False
+    footprint: Footprint = Footprint()
+    workspace: Callable[[fx.Node], int] = no_workspace
+    bucket_bytes: int = GROUP_BYTES
+
+    @property
+    def live_budget_bytes(self) -> int | None:
+        """Live bytes that the device budget has room for."""
+        budget = self.context.device_budget_bytes
+        return None if budget is None else self.footprint.live_bytes(budget)
+
+
+def place_parameters(graph: fx.Graph, parameters: Mapping[str, Parameter], resident: frozenset[str]) -> None:
+    """Notes on every parameter input the tier it lives in, in place."""
+    for node in graph.find_nodes(op="placeholder"):
+        entry = info(node)
+        if entry.role is Role.PARAMETER and entry.fqn is not None:
+            set_info(node, tier=Tier.DEVICE if entry.fqn in resident else parameters[entry.fqn].home)
+
+
+def decide(name: str, graph: fx.Graph, context: Context) -> tuple[Decision, ...]:
+    """What the planner pass of that name decides."""
+    decisions = get_pass(name).run(graph, context)
+    assert isinstance(decisions, tuple), f"{name} is not a planner"
+    return decisions
+
+
+def apply(graph: fx.Graph, context: Context, names: Sequence[str]) -> fx.Graph:
+    """The named rewrites on a graph, unchecked: candidates are many, and the chosen one goes through a Pipeline."""
+    for name in names:
+        result = get_pass(name).run(graph, context)
+        assert isinstance(result, fx.Graph), f"{name} is not a rewrite"
+        graph = result
+    return graph
+
+
+def outside_bytes(problem: Problem, resident: frozenset[str]) -> int:
+    """Resident parameters that are no input of this graph, and what residents that are trained bring along."""
+    inputs = {info(n).fqn for n in problem.graph.find_nodes(op="placeholder")}
+    idle = sum(problem.parameters[fqn].n_bytes for fqn in sorted(resident) if fqn not in inputs)
+    return idle + sum(problem.parameters[fqn].gradient_bytes + problem.parameters[fqn].state_bytes for fqn in sorted(resident))

@@ -1,0 +1,240 @@
+"""Laws that every plan keeps, whatever the model and the budget: seeded draws over captured steps. FXOFFLOAD_LAWS_SEED repeats a run."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import random
+from dataclasses import replace
+from importlib import resources
+
+import pytest
+import torch
+import transformers
+from hypothesis import given
+from hypothesis import strategies as st
+from zoo import FAMILIES
+
+from fxoffload.api import captured, planning_options
+from fxoffload.buckets import GROUP_BYTES
+from fxoffload.candidates import Recipe, completed, decided, free_names, least_s, recipes, recomputed, settled, swept
+from fxoffload.dry import model_without_weights
+from fxoffload.errors import PlanError
+from fxoffload.exact import solve_exactly
+from fxoffload.ladder import rungs_within, step_of
+from fxoffload.machine import load_machine, machine_from
+from fxoffload.optimizer_states import optimizer_states
+from fxoffload.planner import Problem, Solution, solve
+from fxoffload.plans import SwapOut
+from fxoffload.session import Options, Session
+
+SEED = int(os.environ.get("FXOFFLOAD_LAWS_SEED", "3"))
+# Family, whether copies overlap with compute, and how many times slower the link is than the machine file says.
+KINDS = {"llama": ("llama", True, 10.0), "serial llama": ("llama", False, 1.0), "gpt2": ("gpt2", True, 3.0), "lora": ("lora", True, 3.0)}
+
+
+@functools.cache
+def problem(kind: str) -> Problem:
+    """A captured step with what the planner is free to choose: frozen parameters may reside where there are some."""
+    family, overlaps, slower = KINDS[kind]
+    raw = json.loads(resources.files("fxoffload.machines").joinpath("cpu.json").read_text()) | {"overlaps": overlaps}
+    for rate in raw["transfers"].values():
+        if rate is not None:
+            rate["per_s"] /= slower
+    case = FAMILIES[family]()
+    options = Options(torch.device("cpu"), device_budget_bytes=1 << 40, planning_only=True, states=optimizer_states("adamw"))
+    session = Session(case.model, options, machine_from(raw, kind), None)
+    session.router.capture((), dict(case.batch))
+    captured, planning = session.captured, session.planning
+    found = planning._problem(captured.graph, planning._context(captured.bounds))
+    session.close()
+    return found
+
+
+def under(kind: str, budget: int | None) -> Problem:
+    return replace(problem(kind), context=replace(problem(kind).context, device_budget_bytes=budget))
+
+
+@functools.cache
+def range_of(kind: str) -> tuple[int, int]:
+    """The least budget that plans and what everything takes at once."""
+    with pytest.raises(PlanError) as refused:
+        solve(under(kind, 1))
+    return 1 + (refused.value.shortfall_bytes or 0), solve(under(kind, None)).simulation.device_peak_bytes
+
+
+@functools.cache
+def solved(kind: str, budget: int) -> Solution:
+    return solve(under(kind, budget))
+
+
+def budgets(kind: str, n: int) -> list[int]:
+    """Budgets from the least on, some of them close to each other."""
+    dice, (least, most) = random.Random(f"{SEED} {kind}"), range_of(kind)
+    drawn = [dice.randint(least, int(most * 1.1)) for _ in range(n)]
+    return sorted({least, least + 1, *drawn, *(int(one * 1.01) for one in drawn[: n // 3])})
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("kind", KINDS)
+def test_more_memory_is_never_predicted_slower_and_less_never_has_a_higher_peak(kind: str) -> None:
+    found = [(budget, solved(kind, budget).simulation) for budget in budgets(kind, 9)]
+    for (smaller, a), (larger, b) in zip(found, found[1:]):
+        assert b.step_s <= a.step_s * (1 + 1e-9), (smaller, larger)
+        assert a.device_peak_bytes <= b.device_peak_bytes, (smaller, larger)
+    assert found[-1][1].step_s < found[0][1].step_s, "a law about plans that are all the same says nothing"
+
+
+@pytest.mark.integration
+def test_the_laws_hold_where_values_lie_at_offsets_too() -> None:
+    """On the machine file of a GPU, no GPU needed: what a plan takes is known only once its values are placed."""
+    one = placed_problem()
+
+    def planned(budget: int) -> Solution:
+        return solve(replace(one, context=replace(one.context, device_budget_bytes=budget)))
+
+    with pytest.raises(PlanError) as refused:
+        planned(1)
+    least = 1 + (refused.value.shortfall_bytes or 0)
+    most = solve(replace(one, context=replace(one.context, device_budget_bytes=None))).simulation.device_peak_bytes
+    dice = random.Random(SEED)
+    found = []
+    for budget in sorted((least, most, *(dice.randint(least, most) for _ in range(6)))):
+        try:
+            found.append((budget, planned(budget).simulation))
+        except PlanError as error:
+            assert not found and (error.shortfall_bytes or 0) > 0, "what fits a budget fits a larger one"
+    assert len(found) > 5 and found[-1][1].step_s < found[0][1].step_s
+    for (smaller, a), (larger, b) in zip(found, found[1:]):
+        assert b.step_s <= a.step_s * (1 + 1e-9), (smaller, larger)
+        assert a.device_peak_bytes <= b.device_peak_bytes <= larger, (smaller, larger)
+
+
+def placed_problem() -> Problem:
+    """A step whose values are large beside what a GPU's allocator needs for itself."""
+    config = transformers.LlamaConfig(
+        hidden_size=512, intermediate_size=1024, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=4, vocab_size=4000,
+        max_position_embeddings=512, dtype=torch.bfloat16)
+    model, machine = model_without_weights(config), replace(load_machine("h200"), overhead_bytes=0)
+    options = planning_options(model, machine, 1 << 40, None, 0, "adamw", "auto", None, "bitwise", (), None)
+    with captured(model, (4, 512), options, machine) as session:
+        assert session.captured is not None
+        one = session.planning._problem(session.captured.graph, session.planning._context(session.captured.bounds))
+    assert one.footprint.by_offsets
+    return one
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_plan_fits_its_budget_and_what_does_not_fit_is_refused_by_what_would(kind: str) -> None:
+    least, most = range_of(kind)
+    for budget in budgets(kind, 9):
+        assert solved(kind, budget).simulation.device_peak_bytes <= budget
+    dice = random.Random(SEED)
+    for budget in (least - 1, *(dice.randint(1, least - 1) for _ in range(3))):
+        with pytest.raises(PlanError, match="bytes short at") as refused:
+            solve(under(kind, budget))
+        assert budget + (refused.value.shortfall_bytes or 0) == least
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("kind", ("llama", "lora"))
+def test_a_plan_is_the_same_in_whatever_order_parameters_are_named(kind: str) -> None:
+    least, most = range_of(kind)
+    one = under(kind, (least + most) // 2)
+    other = replace(one, parameters=dict(reversed(one.parameters.items())))
+    assert solve(one).decisions == solve(other).decisions
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_candidate_beats_the_bound_that_spares_others_from_being_tried(kind: str) -> None:
+    least, most = range_of(kind)
+    tight = 0
+    for budget in (least + (most - least) // 4, (least + most) // 2, most):
+        one = under(kind, budget)
+        trained = one.pinned_to_device
+        base = recomputed(one, Recipe("all"), decided(one, Recipe("all")), trained)
+        for recipe in recipes(one):
+            decisions = decided(one, recipe)
+            made = recomputed(one, recipe, decisions, trained)
+            bounds = least_s(one, made, budget), least_s(one, base, budget, decisions)
+            fit = [c for c in swept(one, made, trained, budget) if not c.found.shortfall_bytes]
+            for candidate in (*fit, *(settled(one, c, budget) for c in fit)):
+                assert candidate.step_s >= max(bounds) * (1 - 1e-9), (budget, recipe)
+                tight += candidate.step_s <= max(bounds) * 1.1
+    assert tight, "a bound that nothing comes near spares nothing"
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_completed_with_more_memory_is_no_slower_and_holds_no_less(kind: str) -> None:
+    least, most = range_of(kind)
+    rung = (least + most) // 2
+    one, changed = under(kind, rung), 0
+    made = recomputed(one, Recipe("all"), decided(one, Recipe("all")), one.pinned_to_device)
+    for candidate in swept(one, made, one.pinned_to_device, rung):
+        if candidate.found.shortfall_bytes:
+            continue
+        before = candidate
+        for budget in range(rung, int(rung * 1.25), rung // 20):
+            after = completed(one, candidate, budget, int(rung * 1.25))
+            assert after.step_s <= before.step_s * (1 + 1e-9) and before.live_bytes <= after.live_bytes <= budget
+            assert len(after.found.loads) <= len(before.found.loads)
+            changed += len(after.found.loads) < len(before.found.loads)
+            before = after
+    assert changed
+
+
+@given(st.integers(1, 1 << 45), st.integers(2, 6))
+def test_every_budget_has_the_rungs_of_the_smaller_ones(n_bytes: int, bits: int) -> None:
+    first, second = (rung for rung, _ in zip(rungs_within(n_bytes, bits), range(2))) if n_bytes > 1 else (1, 0)
+    assert first <= n_bytes < first + step_of(first, bits)
+    if second:
+        assert second + step_of(second, bits) == first
+    assert next(rungs_within(24 << 30, 2)) == 24 << 30
+
+
+def test_free_names_are_frozen_parameters_alone() -> None:
+    one = problem("lora")
+    assert free_names(one) and not any(one.parameters[name].trainable for name in free_names(one))
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("kind", ("serial llama", "gpt2"))
+def test_no_plan_beats_the_exact_bound_and_where_nothing_overlaps_the_exact_plan_reaches_it(kind: str) -> None:
+    pytest.importorskip("scipy")
+    least, most = range_of(kind)
+    for budget, bucket_bytes in ((least + (most - least) // 4, 0), ((least + most) // 2, 0), ((least + most) // 2, GROUP_BYTES)):
+        one = replace(under(kind, budget), trained_may_reside=False, bucket_bytes=bucket_bytes)
+        exact = solve_exactly(one, 20)
+        assert exact.timed_out == 0 and exact.best is not None and exact.n_groups > 50
+        assert exact.bound_s <= min(solve(one).simulation.step_s, exact.best.step_s) * (1 + 1e-9)
+        assert exact.best.live_bytes <= budget
+        # The program does not choose buckets: with them its optimum is a bound, and no plan's seconds.
+        if not one.machine.overlaps and not bucket_bytes:
+            assert exact.best.step_s == pytest.approx(exact.bound_s, rel=2e-3)
+            assert solve(one).simulation.step_s <= exact.best.step_s * 1.05
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("kind", ("serial llama", "llama", "lora"))
+def test_a_pin_does_not_beat_the_free_plan(kind: str) -> None:
+    """Predicted. Not by construction: the pinned search is another one, so these draws are all that is known."""
+    dice, (least, most) = random.Random(SEED), range_of(kind)
+    budget = (least + most * 2) // 3
+    one, free_s = under(kind, budget), solved(kind, budget).simulation.step_s
+    names = sorted(free_names(one)) if one.resident is None else []
+    made = sorted(d.value for d in solved(kind, least).decisions if isinstance(d, SwapOut))
+    pinned = [replace(one, pinned_to_host=frozenset(dice.sample(names, 1))) for _ in range(3 if names else 0)]
+    pinned += [replace(one, pinned_to_device=frozenset(dice.sample(names, 1))) for _ in range(3 if names else 0)]
+    for place in ("kept_values", "swapped_values", "recomputed_values"):
+        pinned += [replace(one, context=replace(one.context, **{place: frozenset((name,))})) for name in dice.sample(made, min(2, len(made)))]
+    assert pinned
+    for number, constrained in enumerate(pinned):
+        try:
+            step_s = solve(constrained).simulation.step_s
+        except PlanError:
+            continue
+        assert step_s >= free_s * (1 - 1e-9), number
