@@ -300,7 +300,7 @@ def test_a_plan_made_without_weights_replays_on_the_real_model(device: str, tmp_
         assert_same(plain, model)
 
 
-@pytest.mark.parametrize("family", ["gpt2", "t5"])
+@pytest.mark.parametrize("family", ["gpt2", pytest.param("t5", marks=pytest.mark.slow)])
 def test_a_plan_from_a_config_ties_what_the_model_ties_and_replays_on_it(family: str) -> None:
     case = FAMILIES[family]()
     config = case.model.config
@@ -350,7 +350,8 @@ def test_a_packed_weight_and_its_scales_are_gathered_like_any_parameter() -> Non
     model.fxoffload.close()
 
 
-@pytest.mark.parametrize(("make", "when", "captures"), [(lora, "planned", 1), (zoo.qlora, "planned", 1), (zoo.qlora, "later", 2)])
+@pytest.mark.parametrize(("make", "when", "captures"), [
+    (lora, "planned", 1), pytest.param(zoo.qlora, "planned", 1, marks=pytest.mark.slow), (zoo.qlora, "later", 2)])
 def test_guards_are_made_where_parameters_reside(make: Callable[[], Case], when: str, captures: int, monkeypatch: pytest.MonkeyPatch) -> None:
     # A CPU tensor cannot move to another device here: one that is a negative view differs from it by a dispatch key too.
     def move(model: nn.Module) -> None:
