@@ -153,6 +153,9 @@ class Router:
 
     def _tensor_to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         moved = tensor.to(self.session.options.device)
+        if not torch.ops.aten.is_non_overlapping_and_dense(moved):
+            # A part of a larger tensor: its strides are sizes that no other batch need have.
+            moved = moved.contiguous()
         # An alias: marks of dynamic sizes must not stay on the caller's tensor.
         return moved.view_as(moved) if moved is tensor and moved.requires_grad else moved.detach() if moved is tensor else moved
 

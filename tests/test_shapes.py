@@ -161,6 +161,18 @@ def collected_bytes(device: SimulatedDevice) -> int:
     return before - device.memory_allocated()
 
 
+def test_parts_of_a_larger_batch_run_in_the_capture_of_the_sample() -> None:
+    case = llama()
+    plain = copy.deepcopy(case.model)
+    model = fxoffload.compile(case.model, case.batch, device="cpu", device_budget="16MiB")
+    whole = torch.randint(3, VOCAB, (2, 40), generator=torch.Generator().manual_seed(1))
+    for length in (20, 24):
+        part = whole[:, :length]
+        assert torch.equal(model(input_ids=part, labels=part).loss, plain(input_ids=part, labels=part).loss)
+    assert model.fxoffload.router.captures == 1
+    model.fxoffload.close()
+
+
 def test_a_shape_the_plan_does_not_cover_is_refused_without_replan() -> None:
     case = llama(num_hidden_layers=1)
     options: dict[str, Any] = {"device": "cpu", "device_budget": "600KiB"}
