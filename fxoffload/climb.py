@@ -20,7 +20,7 @@ from .overlap import stalls_s
 from .problem import Problem
 from .spill import Bytes
 
-_TRIES = 40
+_TRIES = 100
 # Shares of the memory left to copies under way: what a try draws from.
 _SHARES = (0.0, 1 / 32, 1 / 16, 1 / 8)
 # How much a copy that nobody waits for counts beside one that compute waits for as long as it takes.
