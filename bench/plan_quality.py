@@ -95,8 +95,8 @@ def problem(made: torch.nn.Module, machine: Machine, shape: tuple[int, int]) -> 
     torch._dynamo.reset()
     options = planning_options(made, machine, 1 << 40, None, 0, "adamw", "auto", None, "bitwise", ())
     with captured(made, shape, options, machine) as session:
-        planning, step = session.planning, session.captured
-        return planning._problem(step.graph, planning._context(step.bounds))
+        assert session.captured is not None
+        return session.planning.problem(session.captured)
 
 
 def under(one: Problem, budget: int | None) -> Problem:

@@ -219,6 +219,11 @@ class Planning:
         assert self.plan is not None
         return self.plan
 
+    def problem(self, captured: CapturedStep) -> Problem:
+        """What a search for the plan of a captured Step is given, where it is called."""
+        context = self._bound(captured.graph, captured.bounds, self._workspace(captured.bounds))
+        return self._problem(captured.graph, pinned_values(self.pins, captured.graph, context))
+
     def _shortfall(self, graph: fx.Graph, lowered: fx.Graph, context: Context, replays: bool) -> int:
         """Device bytes a lowered graph needs above the budget: a plan made for smaller sizes may not fit at these."""
         problem = self._problem(graph, context)
