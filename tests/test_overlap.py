@@ -39,7 +39,7 @@ def problem() -> Problem:
     session = Session(case.model, Options(torch.device("cpu"), device_budget_bytes=1 << 40, planning_only=True), machine, None)
     session.router.capture((), dict(case.batch))
     captured, planning = session.captured, session.planning
-    found = replace(planning._problem(captured.graph, planning._context(captured.bounds)), resident=frozenset())
+    found = replace(planning.problem(captured), resident=frozenset())
     session.close()
     return found
 

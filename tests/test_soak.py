@@ -150,7 +150,7 @@ def captured(model: nn.Module, batch: Batch) -> Captured:
 
     def recording(one: CapturedStep) -> tuple[str, fx.Graph]:
         label, lowered = lower(one)
-        problems.append(replace(planning._problem(one.graph, planning._context(one.bounds)), resident=frozenset()))
+        problems.append(replace(planning.problem(one), resident=frozenset()))
         return label, lowered
 
     planning.lower = recording  # type: ignore[method-assign]
