@@ -69,7 +69,7 @@ def test_a_plan_from_the_config_is_the_real_models_and_runs_it(folder: Path, nam
     planned = fxoffload.plan(
         config(), (2, 32), quantization=quantization, lora=adapters(), device_budget=TIGHT, machine="cpu")
     assert planned == fxoffload.plan(real, BATCHES[0], device_budget=TIGHT, machine="cpu")
-    assert planned.count()["gather"] > 20 and planned.count()["swapout"] > 10
+    assert planned.count()["gather"] > 15 and planned.count()["swapout"] > 8  # or there is little to run
     plain = copy.deepcopy(real)
     compiled = fxoffload.compile(real, BATCHES[0], device="cpu", device_budget=TIGHT, machine="cpu", plan=planned, replan=False)
     assert train(compiled, BATCHES) == train(plain, BATCHES)
