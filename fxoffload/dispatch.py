@@ -51,7 +51,7 @@ class Dispatch:
 
     device: torch.device | None
     capability: Capability | None = None
-    _known: dict[object, str] = field(default_factory=dict)
+    _known: dict[object, str] = field(default_factory=dict, compare=False)
 
     @staticmethod
     def on(device: torch.device, machine: Machine) -> Dispatch:

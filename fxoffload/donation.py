@@ -7,6 +7,7 @@ dimension, whose kernels read a row before they write it. The bits are those of 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 import torch.fx as fx
@@ -97,14 +98,14 @@ def _last_read(live: Liveness, storage: Storage) -> int:
     return next((i for i in reversed(live.uses[storage]) if live.nodes[i].target is not ops.release), live.first[storage])
 
 
+@dataclass(frozen=True, slots=True)
 class Donated:
     """A workspace for planning: minus the bytes that an op does not need because its result takes an operand's place, whatever the plan is.
 
     That is so where nothing else reads the operand at all.
     """
 
-    def __init__(self, bounds: Bounds) -> None:
-        self.bounds = bounds
+    bounds: Bounds
 
     def __call__(self, node: fx.Node) -> int:
         if not takes_a_place(node):

@@ -65,7 +65,7 @@ class _OfRung:
 class Search:
     """`best`: the fastest candidate so far; `short`: those that do not fit, with the budget that each was tried under.
 
-    `made`, `decisions`, `rungs`: what every budget that is searched shares.
+    `made`, `decisions`, `rungs`: what every budget that is searched shares. What a budget gives does not depend on those before it.
     """
 
     problem: Problem
@@ -96,8 +96,9 @@ class Search:
         """Searches one rung for what to complete under `budget`, within the rung above; False when nothing fits it."""
         found: list[tuple[Recipe, list[Candidate]]] = []
         for recipe in self._in_order(budget):
-            if self._is_slower(recipe, budget):
-                self.tried.append(Tried(str(recipe), 0, self._least_s(recipe, budget), None))
+            slower_s = self._slower_s(recipe, budget)
+            if slower_s is not None:
+                self.tried.append(Tried(str(recipe), 0, slower_s, None))
                 continue
             fit = self._first(recipe, rung)
             if not fit.fitting:
@@ -107,7 +108,7 @@ class Search:
             if self._effort.spared and len(found) > 1 and fit.fitting[0].step_s >= found[-2][1][0].step_s:
                 break
         for recipe, fitting in sorted(found, key=lambda one: one[1][0].step_s)[: self._effort.n_refined]:
-            if not self._is_slower(recipe, budget):
+            if self._slower_s(recipe, budget) is None:
                 self._complete(recipe, self._others(recipe, rung, fitting), budget, above)
         return bool(found)
 
@@ -167,22 +168,21 @@ class Search:
             self.tried.append(_told(self.problem, recipe, candidate))
 
     def _all_slower(self, budget: int) -> bool:
-        return all(self._is_slower(recipe, budget) for recipe in self._in_order(budget))
+        return all(self._slower_s(recipe, budget) is not None for recipe in self._in_order(budget))
 
-    def _is_slower(self, recipe: Recipe, budget: int) -> bool:
-        """True when nothing that the recipe gives under `budget` can be faster than the best candidate, by what is worth a search."""
+    def _slower_s(self, recipe: Recipe, budget: int) -> float | None:
+        """A bound that says nothing the recipe gives under `budget` can be faster than the best candidate, by what is worth a search;
+        None where no bound does. It does not matter whether the recipe's own graph was made before, for another budget."""
         if self.best is None:
-            return False
+            return None
         limit_s = self.best.step_s * (1 - max(self._effort.spared, _ROUNDING))
-        if self._least_s(recipe, budget) >= limit_s:
-            return True
-        self._made(recipe)
-        return self._least_s(recipe, budget) >= limit_s
+        step_s = self._least_s(recipe, budget)
+        if step_s < limit_s:
+            step_s = least_s(self.problem, self._made(recipe), budget)
+        return step_s if step_s >= limit_s else None
 
     def _least_s(self, recipe: Recipe, budget: int) -> float:
-        """A bound of what the recipe can give: of its own graph once that is made, before of the one that saves everything."""
-        if recipe in self.made:
-            return least_s(self.problem, self.made[recipe], budget)
+        """A bound of what the recipe can give, by the graph that saves everything: its own need not be made."""
         return least_s(self.problem, self._made(Recipe("all")), budget, self._decided(recipe))
 
     @functools.cached_property

@@ -7,7 +7,7 @@ best candidate lacks at one node.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch.fx as fx
 
@@ -25,7 +25,7 @@ from .simulate import Simulation, simulate
 from .sizes import format_bytes
 from .swaps import decisions_of
 
-__all__ = ["TRAINED_SHARE", "USER_SCALAR_BYTES", "Parameter", "Problem", "Solution", "outside_bytes", "place_parameters", "solve"]
+__all__ = ["TRAINED_SHARE", "USER_SCALAR_BYTES", "Parameter", "Problem", "Searches", "Solution", "outside_bytes", "place_parameters", "solve"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +49,28 @@ class Solution:
 _OFFSET_BITS = 6
 
 
-def solve(problem: Problem) -> Solution:
-    """The fastest Solution found under the budget. Raises PlanError with the true shortfall when there is none."""
+@dataclass(slots=True)
+class Searches:
+    """The Searches so far: problems that differ in nothing but the budget share them, and no rung is searched twice."""
+
+    found: list[Search] = field(default_factory=list)
+
+    def of(self, problem: Problem, trained: frozenset[str]) -> Search:
+        """The Search of the problem with those trained parameters on the device."""
+        problem = replace(problem, context=replace(problem.context, device_budget_bytes=None))
+        for search in self.found:
+            if search.trained == trained and search.problem == problem:
+                return search
+        self.found.append(Search(problem, trained))
+        return self.found[-1]
+
+
+def solve(problem: Problem, known: Searches | None = None) -> Solution:
+    """The fastest Solution found under the budget, the same one whatever is `known`. Raises PlanError with the true shortfall when there
+    is none."""
+    known = known if known is not None else Searches()
     with heap_at_rest():
-        searches = [Search(problem, trained) for trained in _trained_residents(problem)]
+        searches = [known.of(problem, trained) for trained in _trained_residents(problem)]
         budget = problem.context.device_budget_bytes
         if budget is None or not problem.footprint.by_offsets:
             return _within(problem, searches, budget)

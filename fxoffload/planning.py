@@ -34,7 +34,7 @@ from .memory_map import MemoryMap, placeable, scratch_bytes
 from .optimizer_states import States
 from .pins import PARAMETER_PLACES, VALUE_PLACES, Pin, idle_pins, pinned_names
 from .pipeline import Context, Pipeline, get_pass, pipeline_names
-from .planner import TRAINED_SHARE, USER_SCALAR_BYTES, Parameter, Problem, Solution, outside_bytes, place_parameters, solve
+from .planner import TRAINED_SHARE, USER_SCALAR_BYTES, Parameter, Problem, Searches, Solution, outside_bytes, place_parameters, solve
 from .places import named_constants, named_weights
 from .plans import GraphPlan, Plan, Prediction, Reside, SwapOut, neighbours, plan_from
 from .reorder import solve_reordered, whole_losses
@@ -90,7 +90,7 @@ class Planning:
 
     `states`: what the optimizer keeps, None where none steps: then no trained parameter resides on the device. `disk_file_bytes`: what
     the disk file must hold for every graph so far. `neighbours`: parameters that lie side by side on the host, in that order, as the first
-    graph's buckets say; None until there is one.
+    graph's buckets say; None until there is one. `searches`: what one graph's plans under several budgets share, where there are several.
     """
 
     model: nn.Module
@@ -109,6 +109,7 @@ class Planning:
     disk_file_bytes: int = 0
     accumulates: bool = False
     neighbours: tuple[str, ...] | None = None
+    searches: Searches | None = None
 
     def __post_init__(self) -> None:
         for one in idle_pins(self.pins, (name for name, _ in self.model.named_parameters()), PARAMETER_PLACES):
@@ -408,7 +409,7 @@ class Planning:
         return min([solution, self._solution(called)], key=lambda one: one.simulation.step_s)
 
     def _solution(self, problem: Problem) -> Solution:
-        return solve_reordered(problem) if self.numerics == "reordered" else solve(problem)
+        return solve_reordered(problem) if self.numerics == "reordered" else solve(problem, self.searches)
 
     def _recorded(self, problem: Problem) -> Problem:
         """The problem of the same step when it is replayed from a recording."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from .errors import PlanError
 from .machine import Machine
+from .planner import Searches
 from .planning import Budgets, CapturedStep, Planning
 from .plans import Plan
 from .rates import Curve
@@ -19,10 +20,14 @@ _NO_LIMIT = 1 << 50
 
 @dataclass(frozen=True, slots=True)
 class Study:
-    """A captured step, and the Planning that says for which model, pins and optimizer. The model must still be as it was captured."""
+    """A captured step, and the Planning that says for which model, pins and optimizer. The model must still be as it was captured.
+
+    `searches`: what its plans share.
+    """
 
     planning: Planning
     captured: CapturedStep
+    searches: Searches = field(default_factory=Searches)
 
     def plan(self, budgets: Budgets | None = None, machine: Machine | None = None) -> Plan:
         """The plan under other Budgets or on another Machine, made and not applied. Raises PlanError when there is none."""
@@ -64,7 +69,7 @@ class Study:
         """The plan, and the bytes of its disk file."""
         anew = replace(
             self.planning, plan=None, resident=None, disk_file_bytes=0, dump_dir=None, budgets=budgets or self.planning.budgets,
-            machine=machine or self.planning.machine)
+            machine=machine or self.planning.machine, searches=self.searches)
         return anew.decide(self.captured), anew.disk_file_bytes
 
 

@@ -52,7 +52,7 @@ def render(graph: fx.Graph, bounds: Bounds | None = None, columns: bool = True) 
     Raises ValueError naming the node for what has no text (higher-order ops, submodules), KeyError for a symbol without maximum.
     """
     bounds = bounds or hint_bounds(graph)
-    live = liveness(graph, bounds if columns else _NO_BYTES)
+    live = liveness(graph, bounds if columns else _NoBytes())
     writer = Writer(graph, live)
     lines = [writer.line(node) for node in graph.nodes]
     header = _header(output_of(graph).meta.get(LABEL, "graph"), bounds)
@@ -69,7 +69,7 @@ def fingerprint(graph: fx.Graph) -> str:
 
 def neutral_text(graph: fx.Graph) -> str:
     """What the sizes of a batch do not decide (see `text_neutral`), without header and columns. Raises ValueError like `render`."""
-    return "\n".join(NeutralWriter(graph, liveness(graph, _NO_BYTES)).lines(graph)) + "\n"
+    return "\n".join(NeutralWriter(graph, liveness(graph, _NoBytes())).lines(graph)) + "\n"
 
 
 def diff(a: str, b: str) -> str:
@@ -143,9 +143,6 @@ class _NoBytes(Bounds):
 
     def of(self, size: int | torch.SymInt) -> int:
         return 0
-
-
-_NO_BYTES = _NoBytes()
 
 
 def _header(label: str, bounds: Bounds) -> str:

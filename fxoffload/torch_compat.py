@@ -187,10 +187,12 @@ class WeakBackend:
 
     def __init__(self, method: Callable[..., Any]) -> None:
         self._method = weakref.WeakMethod(method)
+        self.traced: ShapeEnv | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         method = self._method()
         assert method is not None, "a compiled function outlived its Session"
+        self.traced = tracing_mode().shape_env
         return method(*args, **kwargs)
 
 
@@ -204,11 +206,25 @@ class CompiledStep:
         self._forget.atexit = False
 
     def __call__(self, *args: Any) -> Any:
-        return self._compiled(*args)
+        try:
+            return self._compiled(*args)
+        finally:
+            if self._backend.traced is not None:
+                _release(self._backend.traced)
+                self._backend.traced = None
 
     def forget(self) -> None:
         """Dynamo remembers nothing of it any more; so too when this object ends."""
         self._forget()
+
+
+def _release(env: ShapeEnv) -> None:
+    """Lets go of what would keep a ShapeEnv for good once its capture has ended: the fake inputs that it tracks, whose sizes hold it in
+    C++, where the collector does not see them, and torch's unbounded caches of its methods."""
+    env.tracked_fakes = None
+    for method in vars(ShapeEnv).values():
+        if hasattr(method, "cache_clear"):
+            method.cache_clear()
 
 
 def _forget(code: CodeType, backend: int) -> None:

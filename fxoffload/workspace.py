@@ -43,6 +43,13 @@ class Workspace:
         self.multiprocessors = multiprocessors or _MOST_MULTIPROCESSORS
         self._known: dict[object, int] = {}
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Workspace) and self._key == other._key
+
+    @property
+    def _key(self) -> tuple[object, ...]:
+        return (self.bounds, self.device_type, self.dispatch, self.multiprocessors)
+
     def __call__(self, node: fx.Node) -> int:
         if node.op != "call_function":
             return 0

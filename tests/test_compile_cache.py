@@ -370,7 +370,9 @@ def one_bit_wrong(content: bytes) -> bytes:
     return content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1:]
 
 
-@pytest.mark.parametrize("damage", [cut_short, one_bit_wrong, lambda content: b"", lambda content: b"PK\x03\x04 another program's"])
+@pytest.mark.parametrize("damage", [
+    cut_short, one_bit_wrong, pytest.param(lambda content: b"", marks=pytest.mark.slow),
+    pytest.param(lambda content: b"PK\x03\x04 another program's", marks=pytest.mark.slow)])
 def test_a_damaged_file_is_made_anew(damage: Callable[[bytes], bytes], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert not is_hit(tmp_path, caplog)
     path = only_file(tmp_path)
@@ -415,7 +417,8 @@ def wrapped_otherwise(entry: dict[str, Any]) -> None:
     entry["facts"]["mapping"][0][1] = 77
 
 
-@pytest.mark.parametrize("change", [calls_python, lacks_a_graph, wrapped_otherwise, returns_something_else])
+@pytest.mark.parametrize("change", [
+    calls_python, *(pytest.param(one, marks=pytest.mark.slow) for one in (lacks_a_graph, wrapped_otherwise)), returns_something_else])
 def test_an_entry_that_does_not_fit_is_not_used(
     change: Callable[[dict[str, Any]], None], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

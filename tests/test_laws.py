@@ -25,7 +25,7 @@ from fxoffload.exact import solve_exactly
 from fxoffload.ladder import rungs_within, step_of
 from fxoffload.machine import load_machine, machine_from
 from fxoffload.optimizer_states import optimizer_states
-from fxoffload.planner import Problem, Solution, solve
+from fxoffload.planner import Problem, Searches, Solution, solve
 from fxoffload.plans import SwapOut
 from fxoffload.session import Options, Session
 
@@ -60,16 +60,22 @@ def under(kind: str, budget: int | None) -> Problem:
 
 
 @functools.cache
+def searches(kind: str) -> Searches:
+    """What all plans of a kind share."""
+    return Searches()
+
+
+@functools.cache
 def range_of(kind: str) -> tuple[int, int]:
     """The least budget that plans and what everything takes at once."""
     with pytest.raises(PlanError) as refused:
-        solve(under(kind, 1))
-    return 1 + (refused.value.shortfall_bytes or 0), solve(under(kind, None)).simulation.device_peak_bytes
+        solve(under(kind, 1), searches(kind))
+    return 1 + (refused.value.shortfall_bytes or 0), solve(under(kind, None), searches(kind)).simulation.device_peak_bytes
 
 
 @functools.cache
 def solved(kind: str, budget: int) -> Solution:
-    return solve(under(kind, budget))
+    return solve(under(kind, budget), searches(kind))
 
 
 def budgets(kind: str, n: int) -> list[int]:
@@ -93,15 +99,15 @@ def test_more_memory_is_never_predicted_slower_and_less_never_has_a_higher_peak(
 @pytest.mark.integration
 def test_the_laws_hold_where_values_lie_at_offsets_too() -> None:
     """On the machine file of a GPU, no GPU needed: what a plan takes is known only once its values are placed."""
-    one = placed_problem()
+    one, known = placed_problem(), Searches()
 
-    def planned(budget: int) -> Solution:
-        return solve(replace(one, context=replace(one.context, device_budget_bytes=budget)))
+    def planned(budget: int | None) -> Solution:
+        return solve(replace(one, context=replace(one.context, device_budget_bytes=budget)), known)
 
     with pytest.raises(PlanError) as refused:
         planned(1)
     least = 1 + (refused.value.shortfall_bytes or 0)
-    most = solve(replace(one, context=replace(one.context, device_budget_bytes=None))).simulation.device_peak_bytes
+    most = planned(None).simulation.device_peak_bytes
     dice = random.Random(SEED)
     found = []
     for budget in sorted((least, most, *(dice.randint(least, most) for _ in range(6)))):
@@ -139,8 +145,20 @@ def test_a_plan_fits_its_budget_and_what_does_not_fit_is_refused_by_what_would(k
     dice = random.Random(SEED)
     for budget in (least - 1, *(dice.randint(1, least - 1) for _ in range(3))):
         with pytest.raises(PlanError, match="bytes short at") as refused:
-            solve(under(kind, budget))
+            solve(under(kind, budget), searches(kind))
         assert budget + (refused.value.shortfall_bytes or 0) == least
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("kind", ("serial llama", "lora", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("llama", "gpt2"))))
+def test_a_plan_is_the_same_whatever_budgets_were_searched_before(kind: str) -> None:
+    ascending, shared = budgets(kind, 2)[:4], Searches()
+    alone = [solve(under(kind, budget)) for budget in ascending]
+    for budget, one in reversed(list(zip(ascending, alone))):
+        other = solve(under(kind, budget), shared)
+        assert (one.decisions, one.resident, one.tried) == (other.decisions, other.resident, other.tried)
+        assert (one.simulation.step_s, one.simulation.device_peak_bytes) == (other.simulation.step_s, other.simulation.device_peak_bytes)
+    assert len(shared.found) <= 2, "budgets that were to share their searches did not"
 
 
 @pytest.mark.integration

@@ -17,7 +17,7 @@ from fxoffload import ops, text
 from fxoffload.effects import Tier
 from fxoffload.graph import border_of, info, name_of
 from fxoffload.machine import load_machine, machine_from
-from fxoffload.planner import Problem, Solution, solve
+from fxoffload.planner import Problem, Searches, Solution, solve
 from fxoffload.plans import Bucket, Gather, Sink, SwapIn, SwapOut
 from fxoffload.session import Options, Session
 from fxoffload.spill import is_event
@@ -44,10 +44,13 @@ def problem() -> Problem:
     return found
 
 
+SEARCHES = Searches()
+
+
 @functools.cache
 def solved(share: float | None) -> Solution:
     budget = None if share is None else int(solved(None).simulation.device_peak_bytes * share)
-    return solve(replace(problem(), context=replace(problem().context, device_budget_bytes=budget)))
+    return solve(replace(problem(), context=replace(problem().context, device_budget_bytes=budget)), SEARCHES)
 
 
 @pytest.mark.parametrize("share", SHARES)
@@ -69,7 +72,7 @@ def test_the_estimate_that_chose_a_plan_is_what_the_simulator_says_of_it(share: 
     """Issuing of ops, tiers and waits included: plans are compared by the estimate, so it must not be another number."""
     budget = int(solved(None).simulation.device_peak_bytes * share)
     context = replace(problem().context, device_budget_bytes=budget, swap_tier=tier)
-    found = solve(replace(problem(), context=context, machine=replace(problem().machine, dispatch_s=dispatch_s)))
+    found = solve(replace(problem(), context=context, machine=replace(problem().machine, dispatch_s=dispatch_s)), SEARCHES)
     assert found.estimated_s == pytest.approx(found.simulation.step_s, rel=1e-9)
 
 

@@ -11,7 +11,7 @@ import gc
 import os
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ from fxoffload.errors import PlanError
 from fxoffload.graph import Role, info, output_of
 from fxoffload.machine import default_machine
 from fxoffload.places import named_constants, named_weights
-from fxoffload.planner import Problem, Solution, solve
+from fxoffload.planner import Problem, Searches, Solution, solve
 from fxoffload.planning import CapturedStep
 from fxoffload.runtime.executor import compile_eager
 from fxoffload.session import Options, Session
@@ -125,6 +125,7 @@ class Captured:
     problem: Problem
     session: Session
     inputs: Callable[[], list[object]]
+    searches: Searches = field(default_factory=Searches)
 
     def run(self, solution: Solution) -> list[torch.Tensor | None]:
         """The lowered graph's results on the device, as host tensors, and what it leaves in its inputs."""
@@ -139,7 +140,7 @@ class Captured:
                 buffer.copy_(value)
 
     def solved(self, budget: int | None) -> Solution:
-        return solve(replace(self.problem, context=replace(self.problem.context, device_budget_bytes=budget)))
+        return solve(replace(self.problem, context=replace(self.problem.context, device_budget_bytes=budget)), self.searches)
 
 
 def captured(model: nn.Module, batch: Batch) -> Captured:

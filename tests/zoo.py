@@ -147,7 +147,8 @@ def _bf16(case: Case) -> Case:
 
 
 def lora(**changes: Any) -> Case:
-    return _lora(_bf16(llama(**{"intermediate_size": 512, **changes})))
+    """Adapters beside a matrix of each kind (all of them: `lora_bf16`): a capture costs by the operation."""
+    return _lora(_bf16(llama(**{"intermediate_size": 512, **changes})), target_modules=["q_proj", "gate_proj", "down_proj"])
 
 
 def lora_bf16() -> Case:
