@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import logging
+from collections.abc import Iterator
 
+import pytest
 import torch
 
 # pytest gives its handlers to every logger that does not propagate; with one on this logger, torch writes out each graph it captures.
@@ -13,3 +15,13 @@ logging.getLogger(f"{torch.__name__}.__trace").propagate = True
 
 # A process of hundreds of captures holds millions of objects: to walk them as often as Python does by default takes a twentieth of the time.
 gc.set_threshold(100_000, 50, 50)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def forgetting(request: pytest.FixtureRequest) -> Iterator[None]:
+    """What a module's functools.cache holds, graphs and plans of its models, ends with the module, as does what Dynamo knows."""
+    yield
+    for value in vars(request.module).values():
+        if hasattr(value, "cache_clear"):
+            value.cache_clear()
+    torch._dynamo.reset()

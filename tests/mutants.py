@@ -41,15 +41,17 @@ class Mutant:
 
 @dataclass
 class Killer:
-    """A pytest plugin that keeps the first test that fails."""
+    """A pytest plugin that keeps the first test that fails, and what it says."""
 
     test: str | None = None
     ran: int = field(default=0)
+    message: str = ""
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self.ran += report.when == "call"
         if report.failed and self.test is None:
             self.test = report.nodeid
+            self.message = getattr(getattr(report.longrepr, "reprcrash", None), "message", "")
 
 
 @contextmanager
@@ -145,8 +147,8 @@ def without_borrow_in_liveness() -> Iterator[Mutant]:
     """insert-release with a liveness that does not know that a Transfer reads until its wait."""
     known = liveness._of_effect
 
-    def blind(node: object, effect_type: type, of: object) -> object:
-        return () if effect_type is Borrow else known(node, effect_type, of)  # type: ignore[arg-type]
+    def blind(node: object, spec: object, effect_type: type, of: object) -> object:
+        return () if effect_type is Borrow else known(node, spec, effect_type, of)  # type: ignore[arg-type]
 
     tests = ("test_liveness.py", "passes/test_insert_release.py")
     for test in tests:
@@ -279,13 +281,18 @@ FAMILIES = (
 
 
 def killer_of(mutant: Mutant) -> str | None:
-    """The first test that fails under the mutant; None when all pass. Raises RuntimeError when no test ran."""
+    """The first test that fails under the mutant; None when all pass.
+
+    Raises RuntimeError when no test ran, and when the damage is not the one that was meant: it cannot be called like what it replaces.
+    """
     killer = Killer()
     options = ["-x", "-q", "-p", "no:cacheprovider", "--no-header", "--tb=no"]
     with mutant.apply():
         pytest.main([*options, *(str(TESTS / name) for name in mutant.tests)], plugins=[killer])
     if not killer.ran:
         raise RuntimeError(f"{mutant.name}: no test ran")
+    if re.match(r"TypeError: .*(positional argument|keyword argument)", killer.message):
+        raise RuntimeError(f"{mutant.name}: {killer.message}")
     return killer.test
 
 

@@ -82,7 +82,7 @@ def plan_under(study: Study, host_budget: int, disk_budget: int = 0) -> Plan:
     return study.plan(replace(study.planning.budgets, host_bytes=host_budget, disk_bytes=disk_budget))
 
 
-@pytest.mark.parametrize("family", MAKE)
+@pytest.mark.parametrize("family", [pytest.param("llama", marks=pytest.mark.slow), "lora"])
 def test_a_short_host_budget_puts_parameters_into_a_real_file_and_training_stays_bit_equal(family: str, tmp_path: Path) -> None:
     case = MAKE[family]()
     plain = copy.deepcopy(case.model)
