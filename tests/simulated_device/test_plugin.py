@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from fxoffload.testing import plugin
+from fxoffload.testing import golden, plugin, twins  # noqa: F401  # what a run inside imports first is forgotten with it
 
 pytest_plugins = ["pytester"]
 
