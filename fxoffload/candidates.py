@@ -90,7 +90,8 @@ def recipes(problem: Problem) -> list[Recipe]:
 def decided(problem: Problem, recipe: Recipe, live: Liveness | None = None) -> tuple[Decision, ...]:
     """What the recipe recomputes. `live`: the Liveness of the problem's graph, where it is known."""
     options: dict[str, Option] = {"keep": recipe.keep, "blocks": recipe.blocks}
-    return decide("plan-recompute", problem.graph, replace(problem.context, options=options, live=live))
+    context = replace(problem.context, options=options, live=live, machine=problem.machine)
+    return decide("plan-recompute", problem.graph, context)
 
 
 def recomputed(problem: Problem, recipe: Recipe, decisions: tuple[Decision, ...], trained: frozenset[str]) -> Recomputation:

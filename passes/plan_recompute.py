@@ -3,19 +3,23 @@
 Option `keep`: "all" saves every value backward reads; "costly" recomputes what costs no more than reading its operands
 (pointwise ops, casts, norms); "blocks" saves only what crosses the border of a repeated block (a numbered module), and what
 is costly outside of blocks; "inputs" saves nothing. What only parameters feed is recomputed always, so that no gathered parameter
-or view of one is ever saved. Option `blocks`: how many of the blocks, in order, "blocks" applies to (-1: all).
+or view of one is ever saved. On a machine that is known, "costly" and "blocks" also save what an op takes longer to make than all
+it makes takes to return from the host (sums over rows, narrow products): to move it, or to keep it, is cheaper. Option `blocks`: how many of the blocks, in order, "blocks" applies to (-1: all).
 """
 
 from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
 
 import torch
 import torch.fx as fx
 
 from fxoffload.blocks import block_of, block_position
-from fxoffload.effects import Tier
-from fxoffload.cost import flops
+from fxoffload.cost import flops, node_s
+from fxoffload.effects import Channel, Tier
 from fxoffload.graph import Bounds, Role, border_of, info, name_of, returned
-from fxoffload.liveness import Liveness, Storage, base_nodes, is_view, liveness
+from fxoffload.liveness import Liveness, Storage, base_nodes, is_view, liveness, owner_of
 from fxoffload.pipeline import Context, Pass
 from fxoffload.plans import Decision, Recompute
 
@@ -34,6 +38,8 @@ def run(graph: fx.Graph, ctx: Context) -> tuple[Decision, ...]:
     values = _forward_values(graph, live, border)
     closure = _parameter_closure(graph, live, border)
     chosen = {name_of(values[s]) for s in values if _recomputed(s, values[s], closure, live, border, keep, blocks, ctx.bounds)}
+    if keep in ("costly", "blocks"):
+        chosen -= {name_of(values[s]) for s in _return_sooner(values, ctx) if values[s] not in closure}
     chosen -= ctx.kept_values | ctx.swapped_values
     chosen |= {name_of(v) for v in values.values() if name_of(v) in ctx.recomputed_values}
     return tuple(Recompute(name_of(node)) for node in values.values() if name_of(node) in chosen)
@@ -55,6 +61,18 @@ def _forward_values(graph: fx.Graph, live: Liveness, border: fx.Node) -> dict[St
         if storage.tier is Tier.DEVICE and not is_view(node) and not _writes(node):
             found[storage] = node
     return found
+
+
+def _return_sooner(values: dict[Storage, fx.Node], ctx: Context) -> Iterator[Storage]:
+    """Values whose op takes longer than copies of all it makes would, at the best rate there is; none where no machine is known."""
+    if ctx.machine is None or not values:
+        return
+    n_bytes: Counter[fx.Node] = Counter()
+    for storage, node in values.items():
+        n_bytes[owner_of(node)] += storage.n_bytes
+    load_s = ctx.machine.least_s_per_byte(max(n_bytes.values()), Channel.H2D, ctx.swap_tier)
+    made_s = {owner: node_s(owner, ctx.bounds, ctx.machine)[1] for owner in n_bytes}
+    yield from (storage for storage, node in values.items() if made_s[owner_of(node)] > n_bytes[owner_of(node)] * load_s)
 
 
 def _writes(node: fx.Node) -> bool:

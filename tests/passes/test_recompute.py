@@ -5,6 +5,7 @@ import torch
 
 from fxoffload import text
 from fxoffload.graph import Bounds
+from fxoffload.machine import load_machine
 from fxoffload.pipeline import Context, get_pass, parse_pipeline
 from fxoffload.plans import GraphPlan, Prediction, Recompute
 from fxoffload.testing.twins import assert_same_results
@@ -27,10 +28,34 @@ return ((%y), (%gs, none))
 """
 
 
-def decided(lines: str, keep: str) -> list[str]:
-    graph = text.parse(lines)
-    decisions = get_pass("plan-recompute").run(graph, Context(text.parse_bounds(lines), options={"keep": keep, "blocks": -1}))
+def decided(lines: str, keep: str, machine: str | None = None) -> list[str]:
+    graph, known = text.parse(lines), None if machine is None else load_machine(machine)
+    context = Context(text.parse_bounds(lines), options={"keep": keep, "blocks": -1}, machine=known)
+    decisions = get_pass("plan-recompute").run(graph, context)
     return [d.value for d in decisions]  # type: ignore[union-attr]
+
+
+NORM = """\
+graph "norm"
+%x: f32[4096,4096] = input {role=batch}
+%t: f32[4096,4096] = input {role=tangent}
+%square: f32[4096,4096] = aten.pow.Tensor_Scalar %x, 2
+%mean: f32[4096,1] = aten.mean.dim %square, [1], true
+%root: f32[4096,1] = aten.rsqrt %mean
+%y: f32[4096,4096] = aten.mul.Tensor %x, %root
+%z: f32[4096,4096] = aten.exp %y
+fxo.backward
+%g: f32[4096,4096] = aten.mul.Tensor %t, %z
+%h: f32[4096,4096] = aten.mul.Tensor %g, %y
+%i: f32[4096,4096] = aten.mul.Tensor %h, %root
+return ((%x), (%i))
+"""
+
+
+def test_what_returns_sooner_than_it_is_made_is_saved_on_a_machine_that_is_known() -> None:
+    assert decided(NORM, "costly") == ["square", "mean", "root", "y", "z"]
+    assert decided(NORM, "costly", "h200") == ["square", "y", "z"]
+    assert decided(NORM, "inputs", "h200") == ["square", "mean", "root", "y", "z"]
 
 
 def recomputed(lines: str, *values: str) -> tuple[object, object]:
