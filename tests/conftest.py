@@ -19,9 +19,9 @@ gc.set_threshold(100_000, 50, 50)
 
 @pytest.fixture(autouse=True, scope="module")
 def forgetting(request: pytest.FixtureRequest) -> Iterator[None]:
-    """What a module's functools.cache holds, graphs and plans of its models, ends with the module, as does what Dynamo knows."""
+    """What a module's own functions remember, graphs and plans of its models, ends with the module, as does what Dynamo knows."""
     yield
     for value in vars(request.module).values():
-        if hasattr(value, "cache_clear"):
+        if hasattr(value, "cache_clear") and value.__module__ == request.module.__name__:
             value.cache_clear()
     torch._dynamo.reset()
