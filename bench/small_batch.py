@@ -55,7 +55,7 @@ def told(name: str, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     forget()
     try:
         row = {"name": name, **run()}
-    except Exception as error:  # a peer's failure is its row
+    except RuntimeError as error:  # a peer's failure, out of memory too, is its row; ours is none
         row = {"name": name, "error": f"{type(error).__name__}: {str(error)[:300]}"}
     print(json.dumps(row), flush=True)
     return row

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from .capture import batch_tensors
+from .captured_step import CapturedStep
 from .depth import from_shallow_captures
 from .dry import is_shape, model_without_weights, sample_batch
 from .errors import PlanError
@@ -21,7 +22,6 @@ from .integrations.synthetic import with_images
 from .machine import Machine, default_machine, load_machine
 from .optimizer_states import optimizer_states
 from .pins import Pin
-from .planning import CapturedStep
 from .plans import Plan
 from .router import DIMENSIONS
 from .session import Options, Session
@@ -75,15 +75,9 @@ def compile(
         dump_dir=None if dump_dir is None else Path(dump_dir), cache_dir=None if cache_dir is None else Path(cache_dir),
         max_shape=_shape_maxima(max_shape), pins=_pins(pins), states=optimizer_states(optimizer),
     )
-    samples = [as_call(batch)]
-    known = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
-    if known is not None and not isinstance(known, Plan):
-        raise ValueError(f"plan: expected a Plan or a path, got {type(known).__name__}")
-    pictured = with_images(model, batch)
-    if pictured is not batch and replan:  # first: it needs more than text alone, and where parameters reside is decided once
-        samples.insert(0, as_call(pictured))
+    samples = _samples(model, batch, replan)
     with ExitStack() as undo:
-        session = Session(model, options, chosen, known)
+        session = Session(model, options, chosen, _given_plan(plan))
         undo.callback(session.close)
         session.places.settle_constants()
         with heap_at_rest():
@@ -240,6 +234,21 @@ def with_index(name: str | torch.device) -> torch.device:
         return torch.empty(0, device=device).device
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise ValueError(f"device: {str(device)!r} is not available: {str(error).splitlines()[0]}") from None
+
+
+def _samples(model: nn.Module, batch: Any, replan: bool) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """The calls to be captured: of text alone for a model with a vision tower, one with synthetic images before it. It needs more, and
+    where parameters reside is decided once."""
+    given = as_call(batch)
+    pictured = with_images(model, batch)
+    return [as_call(pictured), given] if pictured is not batch and replan else [given]
+
+
+def _given_plan(plan: Plan | str | Path | None) -> Plan | None:
+    known = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
+    if known is not None and not isinstance(known, Plan):
+        raise ValueError(f"plan: expected a Plan or a path, got {type(known).__name__}")
+    return known
 
 
 def _folder(disk_dir: str | Path) -> str:

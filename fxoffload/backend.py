@@ -25,21 +25,23 @@ from torch import nn
 
 from . import text
 from .attention_calls import bind, kernels_in
+from .captured_step import bounds_of, pinned_values
 from .dispatch import Dispatch
 from .effects import Tier
 from .errors import PlanError
+from .explain import in_one_line
 from .footprint import Footprint
 from .graph import Bounds, Role, info, output_of, root_of
 from .heap import Litter
 from .joint import InputRef, step_graph
 from .liveness import Kind, liveness
+from .lowered import rewrites, saved_of
 from .machine import Machine, default_machine, load_machine
 from .neutral import neutralize
 from .optimizer_states import States, optimizer_states
 from .pins import PARAMETER_PLACES, Pin
 from .pipeline import Context, get_pass
 from .planner import USER_SCALAR_BYTES, Parameter, Problem, Solution, outside_bytes, place_parameters, solve
-from .planning import REWRITES, bounds_of, pinned_values, saved_of, summary
 from .plans import GraphPlan, Plan, Prediction, Reside
 from .router import DIMENSIONS
 from .runtime.executor import boxed, compile_eager
@@ -175,11 +177,11 @@ class _Step:
         label = f"{kind}-{self.id}"
         known = GraphPlan(
             label, solution.decisions, saved_of(solution.lowered), _prediction(solution), kernels=kernels_in(graph, bounds, workspace))
-        log.info("graph %s: %s", label, summary(known))
+        log.info("graph %s: %s", label, in_one_line(known))
         place_parameters(graph, parameters, frozenset(parameters))
         output_of(graph).meta |= {text.LABEL: label, text.BOUNDS: context.bounds}
         dumps = self.options.dump_dir / label if self.options.dump_dir is not None else None
-        lowered = REWRITES().run(graph, replace(context, plan=known), dumps)
+        lowered = rewrites().run(graph, replace(context, plan=known), dumps)
         if dumps is not None:
             residency = tuple(Reside(p.fqn, Tier.DEVICE, p.n_bytes) for p in parameters.values())
             plan = Plan(self.options.device_budget_bytes, None, self.machine.name, "bitwise", residency, {text.fingerprint(graph): known})

@@ -23,10 +23,10 @@ from torch.fx.node import map_arg
 from torch.utils._pytree import tree_flatten
 
 from . import ops, text
+from .captured_step import CapturedStep
 from .errors import PlanError
-from .graph import INFO, NodeInfo, info, module_path, output_of, returned
+from .graph import INFO, info, module_path, output_of, returned
 from .joint import name_nodes
-from .planning import CapturedStep
 
 log = logging.getLogger("fxoffload")
 

@@ -128,3 +128,25 @@ def _seconds(seconds: float | None) -> str:
     if seconds is None:
         return "unknown"
     return f"{seconds:.4f} s" if seconds >= 1e-2 else f"{seconds * 1e3:.4f} ms"
+
+
+def in_one_line(graph_plan: GraphPlan) -> str:
+    """One line: nodes to be inserted by kind and predicted peaks; an identity rewrite says so."""
+    counts: dict[str, int] = {}
+    for decision in graph_plan.decisions:
+        kind = type(decision).__name__.lower()
+        counts[kind] = counts.get(kind, 0) + 1
+    inserted = ", ".join(f"{n} {kind}" for kind, n in sorted(counts.items())) or "nothing inserted: an identity rewrite"
+    p = graph_plan.predicted
+    step = f", {p.step_s:.4f} s" if p.step_s is not None else ""
+    step += ", replayed" if graph_plan.replays else ""
+    kernels = "".join(f"; attention {words}" for words in [_kernel_words(graph_plan)] if words)
+    return f"{inserted}{kernels}; predicted device {format_bytes(p.device_peak_bytes)}, host {format_bytes(p.host_peak_bytes)}{step}"
+
+
+def _kernel_words(graph_plan: GraphPlan) -> str:
+    """"32 flash, 1 math": how many calls each kernel computes."""
+    counts: dict[str, int] = {}
+    for one in graph_plan.kernels or ():
+        counts[one.kernel] = counts.get(one.kernel, 0) + len(one.names)
+    return ", ".join(f"{n} {kernel}" for kernel, n in sorted(counts.items()))

@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from .sizes import format_bytes
+
 FLASH, CUDNN, EFFICIENT, MATH = "flash", "cudnn", "efficient", "math"
 # A kernel of another vendor, which torch calls through an interface of its own.
 OTHER = "other"
@@ -36,6 +38,9 @@ class AttentionKernel:
     def layers(self) -> str:
         """The calls' modules ("layers.0-31.self_attn"); the calls themselves where they are in none."""
         return self.calls.rpartition("/")[0] or self.calls
+
+    def __str__(self) -> str:
+        return f"{self.kernel} (a call saves {format_bytes(self.saved_bytes)} and holds {format_bytes(self.scratch_bytes)} while it runs)"
 
 
 def kernel_of_call(kernels: Iterable[AttentionKernel]) -> dict[str, AttentionKernel]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,23 +17,26 @@ import torch
 import torch.fx as fx
 from torch import nn
 
-from . import ops, text
+from . import text
 from .account import optimizer_step_s, reasons_of
 from .attention_calls import bind, kernels_in, unbind
+from .captured_step import CapturedStep, pinned_values, value_names
 from .dispatch import Dispatch
 from .donation import Donated
 from .effects import Tier
 from .errors import PlanError
+from .explain import in_one_line
 from .footprint import Footprint
-from .graph import Bounds, Role, border_of, copy_graph, info, output_of
+from .graph import Bounds, border_of, info, output_of
 from .kernels import AttentionKernel, kernel_of_call
 from .layout import padded
-from .liveness import base_nodes, liveness
+from .liveness import liveness
+from .lowered import disk_values_bytes, rewrites, saved_of
 from .machine import Machine
 from .memory_map import MemoryMap, placeable, scratch_bytes
 from .optimizer_states import States
 from .pins import PARAMETER_PLACES, VALUE_PLACES, Pin, idle_pins, pinned_names
-from .pipeline import Context, Pipeline, get_pass, pipeline_names
+from .pipeline import Context
 from .planner import TRAINED_SHARE, USER_SCALAR_BYTES, Parameter, Problem, Searches, Solution, outside_bytes, place_parameters, solve
 from .places import named_constants, named_weights
 from .plans import GraphPlan, Plan, Prediction, Reside, SwapOut, neighbours, plan_from
@@ -42,7 +45,6 @@ from .replays import obstacle, recorded, replaying
 from .runtime.slabs import whole_pages
 from .simulate import simulate
 from .sizes import format_bytes
-from .split import saved_names
 from .work import dtype_word
 from .workspace import Workspace
 
@@ -65,23 +67,6 @@ class Budgets:
     disk_bytes: int = 0
     pinned: bool = False
     host_named: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class CapturedStep:
-    """A canonical Step, its fingerprint and the largest value of each of its symbols: all that planning it again needs."""
-
-    graph: fx.Graph
-    fingerprint: str
-    bounds: Bounds
-
-    @staticmethod
-    def of(graph: fx.Graph, maxima: Mapping[str, tuple[int, ...]]) -> CapturedStep:
-        """`graph` in canonical form; `maxima`: the largest shapes of the batch by name."""
-        bounds = bounds_of(graph, maxima)
-        canonical = get_pass("canonicalize").run(graph, Context(bounds))
-        assert isinstance(canonical, fx.Graph)
-        return CapturedStep(canonical, text.fingerprint(canonical), bounds)
 
 
 @dataclass
@@ -174,7 +159,7 @@ class Planning:
         known = self.plan.graphs[fingerprint]
         if self.neighbours is None:
             self.neighbours = neighbours(known.decisions)
-        log.info("plan %s, graph %s: %s", self.plan.id, known.label, summary(known))
+        log.info("plan %s, graph %s: %s", self.plan.id, known.label, in_one_line(known))
         if self._rehearses:
             unbind(lowered)
         return known.label, lowered
@@ -243,7 +228,7 @@ class Planning:
         place_parameters(graph, self.parameters(), self.resident or frozenset())
         output_of(graph).meta |= {text.LABEL: known.label, text.BOUNDS: context.bounds}
         dumps = self.dump_dir / known.label if self.dump_dir is not None else None
-        lowered = REWRITES(Footprint.planned(self.machine)).run(graph, replace(context, plan=known), dumps)
+        lowered = rewrites(Footprint.planned(self.machine)).run(graph, replace(context, plan=known), dumps)
         if self.dump_dir is not None:
             self.plan.save(self.dump_dir / "plan.json")
         saved = saved_of(lowered)
@@ -282,8 +267,8 @@ class Planning:
         before, after = other[0]
         where = "on this device" if self.device.type == self.machine.device_type else f"on {self.machine.name}"
         told = (
-            f"{known.label}: the plan assumes {described(before)} for the attention of {before.layers}, and torch dispatches "
-            f"{described(after)} {where}")
+            f"{known.label}: the plan assumes {before} for the attention of {before.layers}, and torch dispatches "
+            f"{after} {where}")
         if not self.replan:
             raise PlanError(
                 f"{told}; with replan=False only the plan's kernel may run (torch.nn.attention.sdpa_kernel chooses it)",
@@ -521,86 +506,3 @@ class Planning:
     def _residency(self) -> tuple[Reside, ...]:
         resident = self.resident or frozenset()
         return tuple(Reside(p.fqn, Tier.DEVICE if p.fqn in resident else p.home, p.n_bytes) for p in self.parameters().values())
-
-
-def REWRITES(footprint: Footprint = Footprint()) -> Pipeline:
-    """The rewrites that lower a canonical graph, as one Pipeline; with those that place its values, where memory is planned by offsets."""
-    names = pipeline_names("lower") + (pipeline_names("place") if footprint.by_offsets else ())
-    return Pipeline([get_pass(name) for name in names])
-
-
-def pinned_values(pins: Sequence[Pin], graph: fx.Graph, context: Context) -> Context:
-    """The context with the caller's pins on values, by canonical name."""
-    if not any(p.place in VALUE_PLACES for p in pins):
-        return context
-    places = pinned_names(pins, value_names(graph, context.bounds), VALUE_PLACES)
-    chosen = {place: frozenset(n for n, p in places.items() if p == place) for place in VALUE_PLACES}
-    return replace(context, kept_values=chosen["keep"], swapped_values=chosen["swap"], recomputed_values=chosen["checkpoint"])
-
-
-def value_names(graph: fx.Graph, bounds: Bounds) -> list[str]:
-    """Canonical names of what the graph makes, one per Storage."""
-    return [info(node).name for storage, node in base_nodes(liveness(graph, bounds)).items() if not storage.is_input]
-
-
-def bounds_of(graph: fx.Graph, maxima: Mapping[str, tuple[int, ...]]) -> Bounds:
-    """The largest value of every symbol: the batch's maxima where a symbol is a size of it, else what it was traced with."""
-    found: dict[str, int] = {}
-    for node in graph.find_nodes(op="placeholder"):
-        value = node.meta.get("val")
-        known = maxima.get(info(node).name.removeprefix("batch."))
-        if not isinstance(value, torch.Tensor):
-            continue
-        for i, size in enumerate(value.shape):
-            if isinstance(size, torch.SymInt) and size.node.expr.is_symbol:
-                symbol = str(size.node.expr)
-                found[symbol] = max(found.get(symbol, 0), known[i] if known is not None and i < len(known) else size.node.hint)
-    return Bounds(found)
-
-
-def disk_values_bytes(lowered: fx.Graph, bounds: Bounds) -> int:
-    """Bytes of a disk file that never lacks room for what the graph sends there.
-
-    Each value has its place, each gradient two: the caller may keep the last one while the next is made.
-    """
-    total = 0
-    for node in lowered.find_nodes(op="call_function", target=ops.swap_out):
-        if node.args[2] == Tier.DISK.value:
-            n_bytes = whole_pages(bounds.bytes_of(node.meta["val"]))
-            total += n_bytes * (2 if info(node).name.endswith(".grad/out") else 1)
-    return total
-
-
-def saved_of(lowered: fx.Graph) -> tuple[str, ...]:
-    """Names of what forward hands to backward, inputs and symbols apart; () without a backward."""
-    if border_of(lowered) is None:
-        return ()
-    inputs = {info(n).name for n in lowered.find_nodes(op="placeholder")}
-    return tuple(n for n in saved_names(lowered) if n not in inputs)
-
-
-def summary(graph_plan: GraphPlan) -> str:
-    """One line: nodes to be inserted by kind and predicted peaks; an identity rewrite says so."""
-    counts: dict[str, int] = {}
-    for decision in graph_plan.decisions:
-        kind = type(decision).__name__.lower()
-        counts[kind] = counts.get(kind, 0) + 1
-    inserted = ", ".join(f"{n} {kind}" for kind, n in sorted(counts.items())) or "nothing inserted: an identity rewrite"
-    p = graph_plan.predicted
-    step = f", {p.step_s:.4f} s" if p.step_s is not None else ""
-    step += ", replayed" if graph_plan.replays else ""
-    kernels = "".join(f"; attention {words}" for words in [_kernel_words(graph_plan)] if words)
-    return f"{inserted}{kernels}; predicted device {format_bytes(p.device_peak_bytes)}, host {format_bytes(p.host_peak_bytes)}{step}"
-
-
-def _kernel_words(graph_plan: GraphPlan) -> str:
-    """"32 flash, 1 math": how many calls each kernel computes."""
-    counts: dict[str, int] = {}
-    for one in graph_plan.kernels or ():
-        counts[one.kernel] = counts.get(one.kernel, 0) + len(one.names)
-    return ", ".join(f"{n} {kernel}" for kernel, n in sorted(counts.items()))
-
-
-def described(one: AttentionKernel) -> str:
-    """A kernel with what one of its calls takes."""
-    return f"{one.kernel} (a call saves {format_bytes(one.saved_bytes)} and holds {format_bytes(one.scratch_bytes)} while it runs)"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 import weakref
 from typing import Any
@@ -15,6 +15,7 @@ from torch import nn
 
 from . import text
 from .capture import input_refs
+from .captured_step import CapturedStep
 from .compile_cache.files import Files
 from .compile_cache.store import CompileCache, Restoring, Storing
 from .dispatch import settle_order
@@ -28,7 +29,7 @@ from .memory_map import MemoryMap
 from .neutral import neutralize
 from .optimizer_states import States
 from .pins import Pin
-from .planning import Budgets, CapturedStep, Planning
+from .planning import Budgets, Planning
 from .plans import Plan
 from .outputs import Writes, returns_shadows
 from .places import Places, moves_in_place

@@ -8,7 +8,6 @@ import torch
 import torch.fx as fx
 from torch.fx.node import Argument
 
-from . import ops
 from .graph import Role, border_of, info, name_of, returned, set_info
 from .liveness import liveness
 from .text import hint_bounds

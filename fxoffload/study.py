@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
+from .captured_step import CapturedStep
 from .errors import PlanError
 from .machine import Machine
 from .planner import Searches
-from .planning import Budgets, CapturedStep, Planning
+from .planning import Budgets, Planning
 from .plans import Plan
 from .rates import Curve
 from .reasons import Gain

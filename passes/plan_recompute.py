@@ -4,7 +4,8 @@ Option `keep`: "all" saves every value backward reads; "costly" recomputes what 
 (pointwise ops, casts, norms); "blocks" saves only what crosses the border of a repeated block (a numbered module), and what
 is costly outside of blocks; "inputs" saves nothing. What only parameters feed is recomputed always, so that no gathered parameter
 or view of one is ever saved. On a machine that is known, "costly" and "blocks" also save what an op takes longer to make than all
-it makes takes to return from the host (sums over rows, narrow products): to move it, or to keep it, is cheaper. Option `blocks`: how many of the blocks, in order, "blocks" applies to (-1: all).
+it makes takes to return from the host (sums over rows, narrow products): to move it, or to keep it, is cheaper.
+Option `blocks`: how many of the blocks, in order, "blocks" applies to (-1: all).
 """
 
 from __future__ import annotations

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch.fx as fx
 
-from fxoffload import ops
 from fxoffload.graph import by_name
 from fxoffload.pipeline import Context, Pass
 from fxoffload.plans import Sink, SwapOut

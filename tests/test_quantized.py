@@ -20,7 +20,7 @@ from fxoffload.places import named_constants, named_weights
 
 pytestmark = pytest.mark.integration
 BATCHES = [tokens(seed=i) for i in range(3)]
-TIGHT = "400KiB"
+TIGHT = "394KiB"
 FORMATS: dict[str, dict[str, Any]] = {
     "nf4, scales quantized too": dict(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=torch.bfloat16),
@@ -69,7 +69,7 @@ def test_a_plan_from_the_config_is_the_real_models_and_runs_it(folder: Path, nam
     planned = fxoffload.plan(
         config(), (2, 32), quantization=quantization, lora=adapters(), device_budget=TIGHT, machine="cpu")
     assert planned == fxoffload.plan(real, BATCHES[0], device_budget=TIGHT, machine="cpu")
-    assert planned.count()["gather"] > 15 and planned.count()["swapout"] > 8  # or there is little to run
+    assert planned.count()["gather"] > 20 and planned.count()["swapout"] > 10  # or there is little to run
     plain = copy.deepcopy(real)
     compiled = fxoffload.compile(real, BATCHES[0], device="cpu", device_budget=TIGHT, machine="cpu", plan=planned, replan=False)
     assert train(compiled, BATCHES) == train(plain, BATCHES)

@@ -24,7 +24,7 @@ from fxoffload.graph import Role, info, output_of
 from fxoffload.machine import default_machine
 from fxoffload.places import named_constants, named_weights
 from fxoffload.planner import Problem, Searches, Solution, solve
-from fxoffload.planning import CapturedStep
+from fxoffload.captured_step import CapturedStep
 from fxoffload.runtime.executor import compile_eager
 from fxoffload.session import Options, Session
 from fxoffload.testing.simulated_device import SimulatedDevice

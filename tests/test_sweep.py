@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -15,6 +16,7 @@ from zoo import FAMILIES
 
 import fxoffload
 from fxoffload import cli
+from fxoffload.api import captured, planning_options
 from fxoffload.machine import load_machine
 from fxoffload.report import pareto
 from fxoffload.router import Router
@@ -65,6 +67,16 @@ def test_a_point_that_does_not_fit_is_a_row_with_its_true_shortfall() -> None:
     plan(device_budget=row.device_budget_bytes + row.shortfall_bytes)
     with pytest.raises(fxoffload.PlanError):
         plan(device_budget=row.device_budget_bytes + row.shortfall_bytes - 1)
+
+
+def test_budgets_of_one_machine_share_their_searches_and_machines_do_not() -> None:
+    model, cpu, rtx = small_lora(), load_machine("cpu"), load_machine("rtx3090")
+    with captured(model, (2, 32), planning_options(model, cpu, GIB, None, 0, "adamw", "auto", None, "bitwise", ()), cpu) as session:
+        study, found = session.study, []
+        for machine, n_bytes in ((cpu, GIB), (cpu, 450 * 1024), (cpu, 400 * 1024), (rtx, GIB)):
+            study.plan(replace(study.planning.budgets, device_bytes=n_bytes), machine)
+            found.append(len(study.searches.found))
+    assert found[0] == found[1] == found[2] < found[3]
 
 
 def test_the_budget_card_is_the_machines_and_more_than_it_has_is_refused_by_name() -> None:

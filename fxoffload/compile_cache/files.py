@@ -96,6 +96,5 @@ def _replace(path: Path, content: bytes) -> None:
         with os.fdopen(handle, "wb") as file:
             file.write(content)
         os.replace(partial, path)
-    except BaseException:
+    finally:
         Path(partial).unlink(missing_ok=True)
-        raise

@@ -1,0 +1,61 @@
+"""A Step as it was captured: its canonical form, its sizes, and the names of what it makes, which pins speak of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.fx as fx
+
+from . import text
+from .graph import Bounds, info
+from .liveness import base_nodes, liveness
+from .pins import VALUE_PLACES, Pin, pinned_names
+from .pipeline import Context, get_pass
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedStep:
+    """A canonical Step, its fingerprint and the largest value of each of its symbols: all that planning it again needs."""
+
+    graph: fx.Graph
+    fingerprint: str
+    bounds: Bounds
+
+    @staticmethod
+    def of(graph: fx.Graph, maxima: Mapping[str, tuple[int, ...]]) -> CapturedStep:
+        """`graph` in canonical form; `maxima`: the largest shapes of the batch by name."""
+        bounds = bounds_of(graph, maxima)
+        canonical = get_pass("canonicalize").run(graph, Context(bounds))
+        assert isinstance(canonical, fx.Graph)
+        return CapturedStep(canonical, text.fingerprint(canonical), bounds)
+
+
+def bounds_of(graph: fx.Graph, maxima: Mapping[str, tuple[int, ...]]) -> Bounds:
+    """The largest value of every symbol: the batch's maxima where a symbol is a size of it, else what it was traced with."""
+    found: dict[str, int] = {}
+    for node in graph.find_nodes(op="placeholder"):
+        value = node.meta.get("val")
+        known = maxima.get(info(node).name.removeprefix("batch."))
+        if not isinstance(value, torch.Tensor):
+            continue
+        for i, size in enumerate(value.shape):
+            if isinstance(size, torch.SymInt) and size.node.expr.is_symbol:
+                symbol = str(size.node.expr)
+                found[symbol] = max(found.get(symbol, 0), known[i] if known is not None and i < len(known) else size.node.hint)
+    return Bounds(found)
+
+
+def pinned_values(pins: Sequence[Pin], graph: fx.Graph, context: Context) -> Context:
+    """The context with the caller's pins on values, by canonical name."""
+    if not any(p.place in VALUE_PLACES for p in pins):
+        return context
+    places = pinned_names(pins, value_names(graph, context.bounds), VALUE_PLACES)
+    chosen = {place: frozenset(n for n, p in places.items() if p == place) for place in VALUE_PLACES}
+    return replace(context, kept_values=chosen["keep"], swapped_values=chosen["swap"], recomputed_values=chosen["checkpoint"])
+
+
+def value_names(graph: fx.Graph, bounds: Bounds) -> list[str]:
+    """Canonical names of what the graph makes, one per Storage."""
+    return [info(node).name for storage, node in base_nodes(liveness(graph, bounds)).items() if not storage.is_input]
