@@ -257,6 +257,21 @@ def device_sleep(cycles: int) -> None:
     torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
 
 
+def end_failed_capture(device: torch.device, pool: tuple[int, int]) -> None:
+    """Ends what a CUDA graph's capture into `pool` leaves begun when its end fails, on a stream that is not the default one.
+
+    torch ends neither the pool's turn in the allocator, which from then on waits with what streams have used, nor the capture of the
+    device's generator, which draws no more. A capture that works ends the latter.
+    """
+    with contextlib.suppress(RuntimeError):  # it has ended, where the failure came later
+        torch._C._cuda_endAllocateToPool(device.index, pool)  # type: ignore[attr-defined]
+        torch._C._cuda_releasePool(device.index, pool)  # type: ignore[attr-defined]
+    word, graph = torch.zeros(1, device=device), torch.cuda.CUDAGraph()
+    graph.capture_begin(capture_error_mode="thread_local")
+    word.zero_()
+    graph.capture_end()
+
+
 def ambient_settings(device: torch.device) -> dict[str, object]:
     """Every process-wide choice that tracing, or what a trace is planned to run on, depends on."""
     cuda, types = torch.backends.cuda, sorted({"cpu", "cuda", device.type})

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import ctypes
+import gc
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -210,6 +211,7 @@ def test_another_shape_is_called_until_it_comes_again_and_a_moved_weight_is_seen
         assert torch.equal(ours, theirs)
     model.fxoffload.close()
 
+
 def test_what_cannot_be_recorded_is_called_and_said(
         simulated_device: SimulatedDevice, replaying: list[Again], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     def refuse(self: Again, call: object, given: object) -> Any:
@@ -273,13 +275,25 @@ def test_replayed_steps_on_a_card_have_the_bits_of_called_ones(
 
 @pytest.mark.gpu
 def test_a_recording_that_fails_leaves_the_step_to_be_called(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    called = torch.cuda.CUDAGraph.capture_begin
+    record = replay.Recordings.record
 
-    def begin(self: Any, **named: Any) -> None:
-        called(self, **named)
-        torch.ones(1, device="cuda").item()
+    def waiting(self: replay.Recordings, call: replay.Boxed, given: replay.Given) -> Any:
+        return record(self, lambda arguments: (torch.ones(1, device="cuda").item(), call(arguments))[1], given)
 
-    monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_begin", begin)
+    monkeypatch.setattr(replay.Recordings, "record", waiting)
     with caplog.at_level(logging.WARNING, logger="fxoffload"):
         losses, _, _ = steps_on_a_card(FAMILIES["lora"](), "1GiB", (), 1)
     assert any("cannot be recorded" in one.message for one in caplog.records) and losses[-1] < losses[0]
+    # torch, too, goes on as if there had been no capture: its generator draws, memory that a stream has used comes back.
+    monkeypatch.undo()
+    assert torch.rand(4, device="cuda").unique().numel() > 1
+    used = torch.empty(1 << 26, dtype=torch.uint8, device="cuda")
+    used.record_stream(torch.cuda.Stream())
+    del used
+    torch.cuda.synchronize()
+    reserved = torch.cuda.memory_reserved()
+    used = torch.empty(1 << 26, dtype=torch.uint8, device="cuda")
+    assert torch.cuda.memory_reserved() == reserved
+    gc.collect()
+    torch.cuda.empty_cache()
+    assert {tuple(segment["segment_pool_id"]) for segment in torch.cuda.memory_snapshot()} == {(0, 0)}

@@ -8,9 +8,10 @@ long as he has it, the step is called.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +21,7 @@ import torch.fx as fx
 from ..graph import info
 from ..layout import extent_bytes
 from ..replays import comes_anew
+from ..torch_compat import end_failed_capture
 from .device_arena import DeviceArena
 from .transfers import Recorded, StreamEngine, SynchronousEngine
 
@@ -55,13 +57,22 @@ class Recordings:
         graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
-            try:
-                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            with self._capturing(graph):
                 results = call(list(given))
-            finally:
-                graph.capture_end()
         current.wait_stream(self._stream)
         return results, graph.replay
+
+    @contextlib.contextmanager
+    def _capturing(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
+        try:
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            yield
+        finally:
+            try:
+                graph.capture_end()
+            except RuntimeError:
+                end_failed_capture(self.device, self._pool)
+                raise
 
     def wait(self) -> None:
         """Returns when what was replayed on this stream is done."""
