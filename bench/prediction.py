@@ -1,6 +1,7 @@
 """Are predicted seconds and bytes true? Plans made with no accelerator and no weights, committed, then run unchanged on a CUDA card.
 
-    python bench/prediction.py plan [--rows WORDS]              writes bench/plans/prediction/ROW.json.xz
+    python bench/prediction.py plan [--rows WORDS]              writes bench/plans/prediction/ROW.json.xz; torch and transformers
+                                                                must be those of the measuring machine, or graphs may differ
     python bench/prediction.py measure --rows ROW,ROW [--lock FILE] [--out FILE]
     python bench/prediction.py table FILE ... [--out FILE]      one table and its medians
 

@@ -42,7 +42,7 @@ from .optimizer_states import States, optimizer_states
 from .pins import PARAMETER_PLACES, Pin
 from .pipeline import Context, get_pass
 from .planner import USER_SCALAR_BYTES, Parameter, Problem, Solution, outside_bytes, place_parameters, solve
-from .plans import GraphPlan, Plan, Prediction, Reside
+from .plans import GraphPlan, Plan, Prediction, Reside, versions_here
 from .router import DIMENSIONS
 from .runtime.executor import boxed, compile_eager
 from .runtime.host_memory import HostMemory
@@ -184,7 +184,9 @@ class _Step:
         lowered = rewrites().run(graph, replace(context, plan=known), dumps)
         if dumps is not None:
             residency = tuple(Reside(p.fqn, Tier.DEVICE, p.n_bytes) for p in parameters.values())
-            plan = Plan(self.options.device_budget_bytes, None, self.machine.name, "bitwise", residency, {text.fingerprint(graph): known})
+            plan = Plan(
+                self.options.device_budget_bytes, None, self.machine.name, "bitwise", residency, {text.fingerprint(graph): known},
+                made_with=versions_here())
             plan.save(dumps / "plan.json")
         return lowered
 

@@ -39,7 +39,7 @@ from .pins import PARAMETER_PLACES, VALUE_PLACES, Pin, idle_pins, pinned_names
 from .pipeline import Context
 from .planner import TRAINED_SHARE, USER_SCALAR_BYTES, Parameter, Problem, Searches, Solution, outside_bytes, place_parameters, solve
 from .places import named_constants, named_weights
-from .plans import GraphPlan, Plan, Prediction, Reside, SwapOut, neighbours, plan_from
+from .plans import GraphPlan, Plan, Prediction, Reside, SwapOut, neighbours, plan_from, versions_here
 from .reorder import solve_reordered, whole_losses
 from .replays import obstacle, recorded, replaying
 from .runtime.slabs import whole_pages
@@ -142,7 +142,8 @@ class Planning:
         context = self._bound(graph, captured.bounds, workspace)
         if self.plan is None or fingerprint not in self.plan.graphs:
             if self.plan is not None and not self.replan:
-                raise PlanError(f"the plan does not cover this graph (fingerprint {fingerprint[:12]}) and replan=False")
+                raise PlanError(
+                    f"the plan does not cover this graph (fingerprint {fingerprint[:12]}) and replan=False{_other_versions(self.plan)}")
             self._extend(graph, context, fingerprint)
         elif self._has_other_kernels(self.plan.graphs[fingerprint], kernels_in(graph, captured.bounds, workspace)):
             self._extend(graph, context, fingerprint)
@@ -296,7 +297,8 @@ class Planning:
         if self.plan is None:
             self.resident = solution.resident
             host = self.budgets.host_bytes if self.budgets.host_named else None
-            self.plan = Plan(self.budgets.device_bytes, host, self.machine.name, self.numerics, self._residency(), {})
+            self.plan = Plan(
+                self.budgets.device_bytes, host, self.machine.name, self.numerics, self._residency(), {}, made_with=versions_here())
         notes = [f"{label}: {line}" for line in whole_losses(graph)] if self.numerics == "reordered" else []
         extended = self.plan.with_graph(fingerprint, graph_plan)
         self.plan = replace(extended, numerics=self.numerics, notes=tuple(dict.fromkeys([*self.plan.notes, *notes])))
@@ -506,3 +508,10 @@ class Planning:
     def _residency(self) -> tuple[Reside, ...]:
         resident = self.resident or frozenset()
         return tuple(Reside(p.fqn, Tier.DEVICE if p.fqn in resident else p.home, p.n_bytes) for p in self.parameters().values())
+
+
+def _other_versions(plan: Plan) -> str:
+    """"; it was made with ...", where that is not what is here: then the same model's graph may be another."""
+    here = versions_here()
+    other = [f"{name} {version} (here {here.get(name)})" for name, version in plan.made_with.items() if here.get(name) != version]
+    return f"; it was made with {', '.join(other)}" if other else ""

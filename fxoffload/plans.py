@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from importlib import metadata
 from pathlib import Path
 
 from .effects import Tier
@@ -131,6 +132,7 @@ class Plan:
     """Residency of every parameter plus one GraphPlan per graph fingerprint. Immutable; `with_graph` makes a larger one.
 
     `gains`: what one more of a resource would give, where planning was asked to find out (`fxoffload.plan(explain=True)`).
+    `made_with`: versions of what decides how a model's graph looks; {} in plans written before they were noted.
     """
 
     device_budget_bytes: int
@@ -141,6 +143,7 @@ class Plan:
     graphs: Mapping[str, GraphPlan]
     notes: tuple[str, ...] = ()
     gains: tuple[Gain, ...] = ()
+    made_with: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def predicted(self) -> Prediction:
@@ -207,6 +210,7 @@ class Plan:
             "numerics": self.numerics,
             "notes": list(self.notes),
             "gains": [asdict(gain) for gain in self.gains],
+            "made_with": dict(sorted(self.made_with.items())),
         }
         lines = ["{"] + [f'  "{k}": {json.dumps(head[k])},' for k in sorted(head)]
         lines += ['  "residency": ['] + _rows(self.residency, "    ") + ["  ],", '  "graphs": {']
@@ -258,6 +262,11 @@ class Plan:
         return explanation(self)
 
 
+def versions_here() -> dict[str, str]:
+    """Versions of the packages that decide how a model's graph looks; of a build ("+cpu") its version."""
+    return {name: metadata.version(name).partition("+")[0] for name in ("torch", "transformers", "peft")}
+
+
 def plan_from(raw: object, source: str) -> Plan:
     """A Plan from parsed JSON. Raises PlanError naming `source` and the field that is wrong."""
     if not isinstance(raw, dict) or raw.get("schema") != SCHEMA:
@@ -277,8 +286,9 @@ def plan_from(raw: object, source: str) -> Plan:
         return Plan(
             raw["device_budget_bytes"], raw["host_budget_bytes"], raw["machine"], raw["numerics"],
             residency, graphs, tuple(raw["notes"]), tuple(Gain(**gain) for gain in raw.get("gains", ())),  # type: ignore[arg-type]
+            {str(name): str(version) for name, version in raw.get("made_with", {}).items()},
         )
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise PlanError(f"{source}: damaged plan: {error!r}") from None
 
 

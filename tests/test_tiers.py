@@ -328,9 +328,12 @@ def test_a_plan_for_another_graph_or_model_is_refused() -> None:
     model.fxoffload.close()
     with pytest.raises(fxoffload.PlanError, match="another model.*base_model"):
         compiled(lora(), DEVICE["lora"], plan=plan)
-    with pytest.raises(fxoffload.PlanError, match="does not cover this graph"):
-        other = Case(case.model, {**case.batch, "attention_mask": torch.tril(torch.ones(2, 32, dtype=torch.long))})
+    other = Case(case.model, {**case.batch, "attention_mask": torch.tril(torch.ones(2, 32, dtype=torch.long))})
+    with pytest.raises(fxoffload.PlanError, match="does not cover this graph.*replan=False$"):
         compiled(other, DEVICE["llama"], plan=plan, replan=False)
+    older = replace(plan, made_with={**plan.made_with, "torch": "2.10.0"})
+    with pytest.raises(fxoffload.PlanError, match=rf"made with torch 2\.10\.0 \(here {torch.__version__.split('+')[0]}\)$"):
+        compiled(other, DEVICE["llama"], plan=older, replan=False)
     with pytest.raises(fxoffload.PlanError, match="bytes more than device_budget, and replan=False"):
         compiled(llama(), "560KiB", plan=plan, replan=False)
 
