@@ -27,16 +27,22 @@ _SLACK_SHARE = 1 / 16
 _REFINED_SHARES = (0.0, 1 / 32, 1 / 8)
 
 
+# Of what a value's copies take: making again what takes more is worth it only where no more can be copied.
+_LOW_PRICE = 0.25
+
+
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """One way to choose what is recomputed."""
+    """One way to choose what is recomputed: the options of plan-recompute."""
 
     keep: str
     blocks: int = -1
+    price: float = 1.0
 
     def __str__(self) -> str:
         words = {"all": "saves everything", "costly": "computes cheap ops again"}
-        return words.get(self.keep, f"saves only what crosses blocks, in {self.blocks} of them")
+        share = "" if self.price == 1 else f"{self.price:g} of "
+        return words.get(self.keep, f"computes again, in {self.blocks} blocks, what takes less than {share}its copies")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,15 +87,18 @@ class Candidate:
 
 
 def recipes(problem: Problem) -> list[Recipe]:
-    """In the order of what they recompute: nothing, what is costly to save, and in a part of the blocks what does not cross them."""
+    """In the order of what they recompute: nothing, in more and more of the blocks what is much cheaper made again than copied, in all
+    of them what is cheaper. Where there are no blocks, nothing and what is cheap."""
     n_blocks = 1 + max((i for node in problem.graph.nodes if (i := block_position(name_of(node))) is not None), default=-1)
+    if not n_blocks:
+        return [Recipe("all"), Recipe("costly")]
     parts = [n_blocks * quarters // 4 for quarters in (1, 2, 3)] if n_blocks >= 4 else []
-    return [Recipe("all"), Recipe("costly"), *(Recipe("blocks", n) for n in (*parts, n_blocks))]
+    return [Recipe("all"), *(Recipe("blocks", n, _LOW_PRICE) for n in (*parts, n_blocks)), Recipe("blocks", n_blocks)]
 
 
 def decided(problem: Problem, recipe: Recipe, live: Liveness | None = None) -> tuple[Decision, ...]:
     """What the recipe recomputes. `live`: the Liveness of the problem's graph, where it is known."""
-    options: dict[str, Option] = {"keep": recipe.keep, "blocks": recipe.blocks}
+    options: dict[str, Option] = {"keep": recipe.keep, "blocks": recipe.blocks, "price": recipe.price}
     context = replace(problem.context, options=options, live=live, machine=problem.machine)
     return decide("plan-recompute", problem.graph, context)
 

@@ -400,7 +400,8 @@ class Planning:
 
     def _recorded(self, problem: Problem) -> Problem:
         """The problem of the same step when it is replayed from a recording."""
-        trained = sum(p.n_bytes for p in problem.parameters.values() if p.trainable and p.fqn in self._trained_residents())
+        reside = self._trained_residents()
+        trained = sum(p.n_bytes for p in problem.parameters.values() if p.trainable and p.fqn in reside)
         footprint = recorded(problem.footprint, problem.graph, problem.context.bounds, trained)
         return replace(problem, machine=replaying(self.machine), footprint=footprint)
 

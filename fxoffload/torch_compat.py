@@ -257,6 +257,11 @@ def device_sleep(cycles: int) -> None:
     torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
 
 
+def clear_workspaces() -> None:
+    """Gives the memory that cuBLAS has per thread and stream back to the allocator; what needs it next gets it anew."""
+    torch._C._cuda_clearCublasWorkspaces()  # type: ignore[attr-defined]
+
+
 def end_failed_capture(device: torch.device, pool: tuple[int, int]) -> None:
     """Ends what a CUDA graph's capture into `pool` leaves begun when its end fails, on a stream that is not the default one.
 

@@ -1,11 +1,14 @@
 """plan-recompute: which forward values backward computes again instead of reading saved ones.
 
 Option `keep`: "all" saves every value backward reads; "costly" recomputes what costs no more than reading its operands
-(pointwise ops, casts, norms); "blocks" saves only what crosses the border of a repeated block (a numbered module), and what
-is costly outside of blocks; "inputs" saves nothing. What only parameters feed is recomputed always, so that no gathered parameter
-or view of one is ever saved. On a machine that is known, "costly" and "blocks" also save what an op takes longer to make than all
-it makes takes to return from the host (sums over rows, narrow products): to move it, or to keep it, is cheaper.
-Option `blocks`: how many of the blocks, in order, "blocks" applies to (-1: all).
+(pointwise ops, casts, norms); "blocks" saves what crosses the border of a repeated block (a numbered module), and of the rest what is
+cheaper saved; outside of blocks what is costly; "inputs" saves nothing. What only parameters feed is recomputed always, so that no
+gathered parameter or view of one is ever saved.
+
+Options of "blocks": `blocks`, how many of them, in order, it applies to (-1: all), and `price`, what a saved byte costs, in times of its
+copies to the host and back on the machine: which values of a block are made again is then a minimum cut (`fxoffload/cuts.py`). Where no
+machine is known nothing of them is saved. On a machine that is known, "costly" also saves what an op takes longer to make than all it
+makes takes to return from the host (sums over rows): to move it, or to keep it, is cheaper.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import torch.fx as fx
 
 from fxoffload.blocks import block_of, block_position
 from fxoffload.cost import flops, node_s
+from fxoffload.cuts import Remake, made_again
 from fxoffload.effects import Channel, Tier
 from fxoffload.graph import Bounds, Role, border_of, info, name_of, returned
 from fxoffload.liveness import Liveness, Storage, base_nodes, is_view, liveness, owner_of
@@ -38,9 +42,12 @@ def run(graph: fx.Graph, ctx: Context) -> tuple[Decision, ...]:
     live = ctx.live or liveness(graph, ctx.bounds)
     values = _forward_values(graph, live, border)
     closure = _parameter_closure(graph, live, border)
-    chosen = {name_of(values[s]) for s in values if _recomputed(s, values[s], closure, live, border, keep, blocks, ctx.bounds)}
-    if keep in ("costly", "blocks"):
-        chosen -= {name_of(values[s]) for s in _return_sooner(values, ctx) if values[s] not in closure}
+    again = {s for s in values if values[s] not in closure and _recomputed(s, values[s], live, border, keep, blocks, ctx.bounds)}
+    if keep in ("costly", "blocks") and ctx.machine is not None:
+        inside = {s for s in again if keep == "blocks" and _is_inside(values[s], blocks)}
+        again -= set(_return_sooner({s: values[s] for s in again - inside}, ctx))
+        again -= inside - _cheapest({s: values[s] for s in inside}, closure, live, border, float(ctx.options.get("price", 1.0)), ctx)
+    chosen = {name_of(node) for s, node in values.items() if s in again or node in closure}
     chosen -= ctx.kept_values | ctx.swapped_values
     chosen |= {name_of(v) for v in values.values() if name_of(v) in ctx.recomputed_values}
     return tuple(Recompute(name_of(node)) for node in values.values() if name_of(node) in chosen)
@@ -64,9 +71,33 @@ def _forward_values(graph: fx.Graph, live: Liveness, border: fx.Node) -> dict[St
     return found
 
 
+def _cheapest(values: dict[Storage, fx.Node], closure: set[fx.Node], live: Liveness, border: fx.Node, price: float,
+              ctx: Context) -> set[Storage]:
+    """Which of the values are made again where a saved byte costs `price` times its copies, and all that an op reads must be there."""
+    assert ctx.machine is not None
+    if not values:
+        return set()
+    end, free = live.index[border], {s for node in closure for s in live.of.get(node, ())}
+    most_bytes = max(s.n_bytes for s in values)
+    per_byte_s = price * sum(ctx.machine.least_s_per_byte(most_bytes, channel, ctx.swap_tier) for channel in (Channel.H2D, Channel.D2H))
+    made: dict[fx.Node, list[Storage]] = {}
+    for storage, node in values.items():
+        made.setdefault(owner_of(node), []).append(storage)
+    remakes = []
+    for owner, storages in made.items():
+        reads = dict.fromkeys(s for operand in owner.all_input_nodes for s in live.of.get(operand, ()))
+        needed = tuple(s for s in reads if not s.is_input and s not in free and s not in live.escapes)
+        remakes.append(Remake(node_s(owner, ctx.bounds, ctx.machine)[1], needed, tuple(storages)))
+    prices = {s: s.n_bytes * per_byte_s for remake in remakes for s in (*remake.reads, *remake.makes)}
+    read = frozenset(s for s in prices if any(i > end and not is_view(live.nodes[i]) for i in live.uses[s]))
+    again = made_again(remakes, prices, read)
+    return {s for remake, yes in zip(remakes, again, strict=True) if yes for s in remake.makes}
+
+
 def _return_sooner(values: dict[Storage, fx.Node], ctx: Context) -> Iterator[Storage]:
-    """Values whose op takes longer than copies of all it makes would, at the best rate there is; none where no machine is known."""
-    if ctx.machine is None or not values:
+    """Values whose op takes longer than copies of all it makes would, at the best rate there is."""
+    assert ctx.machine is not None
+    if not values:
         return
     n_bytes: Counter[fx.Node] = Counter()
     for storage, node in values.items():
@@ -95,20 +126,21 @@ def _parameter_closure(graph: fx.Graph, live: Liveness, border: fx.Node) -> set[
     return closure
 
 
-def _recomputed(storage: Storage, node: fx.Node, closure: set[fx.Node], live: Liveness, border: fx.Node, keep: str,
-                blocks: int, bounds: Bounds) -> bool:
-    if node in closure:
-        return True
+def _recomputed(storage: Storage, node: fx.Node, live: Liveness, border: fx.Node, keep: str, blocks: int, bounds: Bounds) -> bool:
     if keep == "all":
         return False
     if keep == "inputs":
         return True
-    if keep == "blocks":
-        block = block_of(name_of(node))
-        position = block_position(name_of(node))
-        if block is not None and position is not None and (blocks < 0 or position < blocks):
-            return not _crosses(storage, block, live, border)
+    block = block_of(name_of(node))
+    if keep == "blocks" and block is not None and _is_inside(node, blocks):
+        return not _crosses(storage, block, live, border)
     return is_cheap(node, bounds)
+
+
+def _is_inside(node: fx.Node, blocks: int) -> bool:
+    """Whether the node lies in one of the first so many blocks."""
+    position = block_position(name_of(node))
+    return position is not None and (blocks < 0 or position < blocks)
 
 
 def _crosses(storage: Storage, block: str, live: Liveness, border: fx.Node) -> bool:
@@ -133,4 +165,4 @@ def is_cheap(node: fx.Node, bounds: Bounds) -> bool:
     return flops(source, bounds) == 0 and "attention" not in name
 
 
-PASS = Pass("plan-recompute", run, requires=frozenset({"functional"}), options={"keep": "all", "blocks": -1})
+PASS = Pass("plan-recompute", run, requires=frozenset({"functional"}), options={"keep": "all", "blocks": -1, "price": 1.0})

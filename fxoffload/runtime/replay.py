@@ -21,7 +21,7 @@ import torch.fx as fx
 from ..graph import info
 from ..layout import extent_bytes
 from ..replays import comes_anew
-from ..torch_compat import end_failed_capture
+from ..torch_compat import clear_workspaces, end_failed_capture
 from .device_arena import DeviceArena
 from .transfers import Recorded, StreamEngine, SynchronousEngine
 
@@ -53,12 +53,15 @@ class Recordings:
         """The results of a call, whose work is not done, and what does it. Raises RuntimeError where some of it cannot be recorded."""
         # The pool is apart from the memory that calls have left cached.
         torch.cuda.synchronize(self.device)
+        clear_workspaces()
         torch.cuda.empty_cache()
         graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
             with self._capturing(graph):
                 results = call(list(given))
+        # Those of this recording lie in the pool, where the next one can use them: recordings run one after the other.
+        clear_workspaces()
         current.wait_stream(self._stream)
         return results, graph.replay
 
@@ -67,12 +70,18 @@ class Recordings:
         try:
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             yield
-        finally:
-            try:
-                graph.capture_end()
-            except RuntimeError:
-                end_failed_capture(self.device, self._pool)
-                raise
+        except BaseException:
+            with contextlib.suppress(RuntimeError):  # what went wrong first is what is told
+                self._end(graph)
+            raise
+        self._end(graph)
+
+    def _end(self, graph: torch.cuda.CUDAGraph) -> None:
+        try:
+            graph.capture_end()
+        except RuntimeError:
+            end_failed_capture(self.device, self._pool)
+            raise
 
     def wait(self) -> None:
         """Returns when what was replayed on this stream is done."""

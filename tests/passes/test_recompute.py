@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from fxoffload import text
+from fxoffload.effects import Tier
 from fxoffload.graph import Bounds
 from fxoffload.machine import load_machine
 from fxoffload.pipeline import Context, get_pass, parse_pipeline
@@ -86,3 +87,31 @@ def test_no_value_has_two_clones_however_often_backward_reads_it() -> None:
     origins = [line.split("origin=")[1] for line in text.render(after, Bounds(), columns=False).splitlines() if "origin=" in line]  # type: ignore[arg-type]
     assert sorted(origins) == ['"v1"}', '"v2"}', '"v3"}']
     assert_same_results(before, after)  # type: ignore[arg-type]
+
+
+# What a block makes of `x`, which crosses its border: a product that backward does not read, and what it is read for.
+BLOCK = """\
+graph "block"
+%x: bf16[8192,4096] = input {role=batch}
+%w: bf16[4096,N] = input {role=parameter, fqn="0.w"}
+%t: bf16[8192,N] = input {role=tangent}
+%0.lin/mm: bf16[8192,N] = aten.mm %x, %w
+%0.act/relu: bf16[8192,N] = aten.relu %0.lin/mm
+%0.act/exp: bf16[8192,N] = aten.exp %0.act/relu
+%1/neg: bf16[8192,N] = aten.neg %0.act/exp
+fxo.backward
+%g: bf16[8192,N] = aten.mul.Tensor %t, %0.act/exp
+%h: bf16[8192,N] = aten.mul.Tensor %g, %0.act/relu
+return ((%1/neg), (%h, none))
+"""
+
+
+@pytest.mark.parametrize(("price", "n_again"), [(0.05, 0), (0.1, 0), (0.25, 2), (1.0, 2)])
+def test_of_a_block_is_made_again_what_costs_least_at_a_price_of_saved_bytes(price: float, n_again: int) -> None:
+    """At a low price the product, which takes a sixth of what its copies take, is not run again for the cheap op behind it: one of the
+    two values would have to be saved. What crosses the border is saved at any price."""
+    lines = BLOCK.replace("N", "4096")
+    context = Context(
+        text.parse_bounds(lines), options={"keep": "blocks", "price": price}, machine=load_machine("h200"), swap_tier=Tier.PINNED)
+    decisions = get_pass("plan-recompute").run(text.parse(lines), context)
+    assert [d.value for d in decisions] == ["0.lin/mm", "0.act/relu"][:n_again]  # type: ignore[union-attr]
