@@ -5,6 +5,7 @@ Where there is no CUDA, a double records: it runs the step again, into the resul
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import ctypes
 import gc
@@ -226,6 +227,38 @@ def test_what_cannot_be_recorded_is_called_and_said(
     assert all(torch.equal(a, b) for a, b in zip(got[0], trained(plain, batches)[0], strict=True))
     assert sum("cannot be recorded" in one.message for one in caplog.records) == 2
     model.fxoffload.close()
+
+
+class Capture:
+    """Stands in for a CUDA graph: `fails`, whether its end does."""
+
+    def __init__(self, fails: bool) -> None:
+        self.fails, self.said = fails, list[str]()
+
+    def capture_begin(self, **_: object) -> None:
+        self.said.append("begin")
+
+    def capture_end(self) -> None:
+        self.said.append("end")
+        if self.fails:
+            raise RuntimeError("unjoined work")
+
+
+@pytest.mark.parametrize(("fails", "error", "told"), [
+    (False, None, None), (True, None, "unjoined work"), (True, RuntimeError("out of memory"), "out of memory"),
+    (False, KeyboardInterrupt("stop"), "stop")])
+def test_a_capture_is_ended_once_what_failed_first_is_told_and_a_failed_end_is_mended(
+        fails: bool, error: BaseException | None, told: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    mended: list[object] = []
+    monkeypatch.setattr(replay, "end_failed_capture", lambda device, pool: mended.append((device, pool)))
+    recordings = replay.Recordings.__new__(replay.Recordings)
+    recordings.device, recordings._pool = torch.device("cuda", 0), (0, 1)
+    graph: Any = Capture(fails)
+    expected = contextlib.nullcontext() if told is None else pytest.raises(BaseException, match=f"^{told}$")
+    with expected, recordings._capturing(graph):
+        if error is not None:
+            raise error
+    assert graph.said == ["begin", "end"] and mended == [(torch.device("cuda", 0), (0, 1))] * fails
 
 
 # On a card ------------------------------------------------------------------------------------------------------------

@@ -67,14 +67,16 @@ class Recordings:
 
     @contextlib.contextmanager
     def _capturing(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._abandon, graph)
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             yield
-        except BaseException:
-            with contextlib.suppress(RuntimeError):  # what went wrong first is what is told
-                self._end(graph)
-            raise
+            undo.pop_all()
         self._end(graph)
+
+    def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
+        with contextlib.suppress(RuntimeError):  # what went wrong first is what is told
+            self._end(graph)
 
     def _end(self, graph: torch.cuda.CUDAGraph) -> None:
         try:
