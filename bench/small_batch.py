@@ -50,13 +50,18 @@ def timed(model: Any, data: dict[str, torch.Tensor], n: int = WARM + TIMED) -> d
         "reserved_bytes": torch.cuda.max_memory_reserved()}
 
 
-def told(name: str, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """The row of one peer, or its message."""
-    forget()
+def peer(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What a peer measured, or its message: that it fails, out of memory too, is its row. Ours must not."""
     try:
-        row = {"name": name, **run()}
-    except RuntimeError as error:  # a peer's failure, out of memory too, is its row; ours is none
-        row = {"name": name, "error": f"{type(error).__name__}: {str(error)[:300]}"}
+        return run()
+    except RuntimeError as error:
+        return {"error": f"{type(error).__name__}: {str(error)[:300]}"}
+
+
+def told(name: str, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """The row, which is printed."""
+    forget()
+    row = {"name": name, **run()}
     print(json.dumps(row), flush=True)
     return row
 
@@ -95,9 +100,9 @@ def main() -> None:
         model.fxoffload.close()
         return row
 
-    rows = [told("plain PyTorch", eager)]
+    rows = [told("plain PyTorch", lambda: peer(eager))]
     if not chosen.no_inductor:
-        rows.append(told("torch.compile", inductor))
+        rows.append(told("torch.compile", lambda: peer(inductor)))
     rows.append(told("fxoffload, eager executor", ours))
     if chosen.out is not None:
         write(str(chosen.out), rows)
