@@ -194,6 +194,7 @@ def measure(row: Row, lock: str | None) -> dict[str, Any]:
             "all_s": seconds, "budget_bytes": budget, "predicted_bytes": predicted.device_peak_bytes,
             "reserved_bytes": torch.cuda.max_memory_reserved(), "allocator_retries": torch.cuda.memory_stats()["num_alloc_retries"],
             "compile_s": compiled_s, "captures": model.fxoffload.router.captures, "losses": losses, "decisions": known.count(),
+            "replays": [graph.replays for graph in known.graphs.values()],
             "moved_bytes_per_step": {k: v / (WARM + TIMED) for k, v in model.fxoffload.engine.moved_bytes.items()},
         }
         model.fxoffload.close()
@@ -227,7 +228,8 @@ def table(rows: list[dict[str, Any]]) -> dict[str, Any]:
             continue
         row["seconds_off"] = row["predicted_s"] / row["measured_s"] - 1
         row["bytes_off"] = row["predicted_bytes"] / row["reserved_bytes"] - 1
-        print(f"{row['row']:24s} predicted {row['predicted_s']:.4f} s measured {row['measured_s']:.4f} s {row['seconds_off']:+7.1%}   "
+        how = {True: "replayed", False: "called", None: ""}[None if "replays" not in row else all(row["replays"])]
+        print(f"{row['row']:24s} {how:8s} predicted {row['predicted_s']:.4f} s measured {row['measured_s']:.4f} s {row['seconds_off']:+7.1%}   "
               f"predicted {row['predicted_bytes'] / 2**30:6.2f} reserved {row['reserved_bytes'] / 2**30:6.2f} GiB {row['bytes_off']:+6.2%}")
     ran = [row for row in rows if "error" not in row]
     if not ran:
