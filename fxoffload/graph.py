@@ -253,6 +253,11 @@ class Names:
                 return name
 
 
+def is_random(node: fx.Node) -> bool:
+    """True when the op draws from a device's default generator."""
+    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+
+
 def is_symbol(node: fx.Node) -> bool:
     """True for a symbolic size among the inputs and for arithmetic on sizes: the node's value is a number."""
     return info(node).role is Role.SYMBOL or isinstance(node.meta.get("val"), _NUMBERS)

@@ -39,6 +39,7 @@ class Context:
     """What a pass may read besides the graph: sizes, the plan to apply, budgets and options of the pipeline text.
 
     `live`: the Liveness of the graph, for planners that are asked about one graph again and again; None where nobody has it.
+    `draws_once`: no random op may be run again, since nobody could set its generator back.
     """
 
     bounds: Bounds = field(default_factory=Bounds)
@@ -54,6 +55,7 @@ class Context:
     workspace: Callable[[fx.Node], int] = no_workspace
     options: Mapping[str, Option] = field(default_factory=dict)
     live: Liveness | None = None
+    draws_once: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -403,7 +403,8 @@ class Planning:
         reside = self._trained_residents()
         trained = sum(p.n_bytes for p in problem.parameters.values() if p.trainable and p.fqn in reside)
         footprint = recorded(problem.footprint, problem.graph, problem.context.bounds, trained)
-        return replace(problem, machine=replaying(self.machine), footprint=footprint)
+        context = replace(problem.context, draws_once=True)
+        return replace(problem, context=context, machine=replaying(self.machine), footprint=footprint)
 
     def _host_short(self, solution: Solution) -> int:
         if self.budgets.host_bytes is None:

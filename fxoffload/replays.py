@@ -13,10 +13,10 @@ from dataclasses import replace
 import torch
 import torch.fx as fx
 
-from . import ops
+from . import neutral, ops
 from .cost import host_tier
 from .effects import Channel, Tier
-from .graph import Bounds, Role, info, name_of, op_name, tensors_in
+from .graph import Bounds, Role, info, is_random, name_of, op_name, tensors_in
 from .footprint import Footprint
 from .machine import Machine
 from .torch_compat import has_unbacked_sizes
@@ -25,12 +25,24 @@ from .torch_compat import has_unbacked_sizes
 # Libraries whose ops leave nothing to the host but to issue kernels.
 _KNOWN = frozenset({"aten", "prims", "bitsandbytes", "fxo"})
 
+# Draws that a recording takes from the device's default generator anew each time: torch hands the kernels where the generator stands, and
+# moves it on as they would. Attention with dropout is none: what it keeps of the generator for its gradients is elsewhere when recorded.
+_aten = torch.ops.aten
+_DRAWN_ON_DEVICE = frozenset({
+    neutral.dropout, _aten.native_dropout.default, _aten.bernoulli.default, _aten.bernoulli.p, _aten.rand.default, _aten.rand_like.default,
+    _aten.randn.default, _aten.randn_like.default, _aten.uniform.default, _aten.normal_functional.default,
+})
+
 
 def obstacle(graph: fx.Graph) -> str | None:
     """What in a canonical or lowered graph the host may have to do in every step, in words; None when the whole graph can be recorded.
 
-    That is reading a value, drawing random numbers, copies from and to memory that is not pinned, and whatever ops of other libraries do.
+    That is reading a value, drawing random numbers on the host or a second time, copies from and to memory that is not pinned, and whatever
+    ops of other libraries do.
     """
+    drawn = host_draw(graph)
+    if drawn is not None:
+        return f"{name_of(drawn)} ({op_name(drawn)}) draws random numbers on the host"
     for node in graph.nodes:
         if node.op == "call_function":
             found = _obstacle(node)
@@ -41,7 +53,9 @@ def obstacle(graph: fx.Graph) -> str | None:
 
 def _obstacle(node: fx.Node) -> str | None:
     spec, tags = ops.spec_of(node), getattr(node.target, "tags", ())
-    if node.target in (ops.rng_state, ops.swap_rng_state) or torch.Tag.nondeterministic_seeded in tags:
+    if node.target in (ops.rng_state, ops.swap_rng_state):
+        return "sets a generator back"
+    if is_random(node) and node.target not in _DRAWN_ON_DEVICE:
         return "draws random numbers"
     if torch.Tag.data_dependent_output in tags or has_unbacked_sizes(node.meta.get("val")):
         return "has sizes that depend on values"
@@ -51,6 +65,14 @@ def _obstacle(node: fx.Node) -> str | None:
     if makes_tensors and getattr(node.target, "namespace", None) not in _KNOWN:
         return "is no op that is known to leave nothing to the host"
     return None
+
+
+def host_draw(graph: fx.Graph) -> fx.Node | None:
+    """The first op of a graph on a device that draws from the host's generator; a recording would give its numbers again and again."""
+    made = {node: {value.device.type for value in tensors_in(node.meta.get("val"))} for node in graph.nodes if node.op == "call_function"}
+    if set().union(*made.values()) <= {"cpu"}:
+        return None
+    return next((node for node, types in made.items() if is_random(node) and "cpu" in types), None)
 
 
 def comes_anew(role: Role | None) -> bool:

@@ -12,7 +12,7 @@ import torch
 import torch.fx as fx
 
 from fxoffload import joint, ops
-from fxoffload.graph import Role, border_of, info, is_symbol, operands
+from fxoffload.graph import Role, border_of, info, is_random, is_symbol, operands
 from fxoffload.liveness import is_view
 from fxoffload.pipeline import Context, Pass
 from fxoffload.text_words import expr_of
@@ -112,15 +112,11 @@ def writes_input(node: fx.Node) -> bool:
     return schema is not None and schema.is_mutable
 
 
-def _is_random(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
-
-
 def _merge_duplicates(graph: fx.Graph) -> None:
     """Equal ops on equal operands become one. Random ops and ops that write stay; so does what only reads memory's shape."""
     seen: dict[object, fx.Node] = {}
     for node in list(graph.nodes):
-        if node.op != "call_function" or _is_random(node) or writes_input(node) or ops.spec_of(node) is not None:
+        if node.op != "call_function" or is_random(node) or writes_input(node) or ops.spec_of(node) is not None:
             continue
         key = _key(node)
         if key is None:

@@ -3,7 +3,8 @@
 Option `keep`: "all" saves every value backward reads; "costly" recomputes what costs no more than reading its operands
 (pointwise ops, casts, norms); "blocks" saves what crosses the border of a repeated block (a numbered module), and of the rest what is
 cheaper saved; outside of blocks what is costly; "inputs" saves nothing. What only parameters feed is recomputed always, so that no
-gathered parameter or view of one is ever saved.
+gathered parameter or view of one is ever saved; where the context says that draws are made once, what a random op makes is made
+again only where the caller says so.
 
 Options of "blocks": `blocks`, how many of them, in order, it applies to (-1: all), and `price`, what a saved byte costs, in times of its
 copies to the host and back on the machine: which values of a block are made again is then a minimum cut (`fxoffload/cuts.py`). Where no
@@ -23,7 +24,7 @@ from fxoffload.blocks import block_of, block_position
 from fxoffload.cost import flops, node_s
 from fxoffload.cuts import Remake, made_again
 from fxoffload.effects import Channel, Tier
-from fxoffload.graph import Bounds, Role, border_of, info, name_of, returned
+from fxoffload.graph import Bounds, Role, border_of, info, is_random, name_of, returned
 from fxoffload.liveness import Liveness, Storage, base_nodes, is_view, liveness, owner_of
 from fxoffload.pipeline import Context, Pass
 from fxoffload.plans import Decision, Recompute
@@ -41,6 +42,8 @@ def run(graph: fx.Graph, ctx: Context) -> tuple[Decision, ...]:
         return ()
     live = ctx.live or liveness(graph, ctx.bounds)
     values = _forward_values(graph, live, border)
+    if ctx.draws_once:
+        values = {s: v for s, v in values.items() if name_of(v) in ctx.recomputed_values or not is_random(owner_of(v))}
     closure = _parameter_closure(graph, live, border)
     again = {s for s in values if values[s] not in closure and _recomputed(s, values[s], live, border, keep, blocks, ctx.bounds)}
     if keep in ("costly", "blocks") and ctx.machine is not None:
@@ -121,7 +124,7 @@ def _parameter_closure(graph: fx.Graph, live: Liveness, border: fx.Node) -> set[
         if node.op == "placeholder" and info(node).role in (Role.PARAMETER,):
             closure.add(node)
         elif node.op == "call_function" and node.all_input_nodes and all(o in closure for o in node.all_input_nodes):
-            if not (isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags):
+            if not is_random(node):
                 closure.add(node)
     return closure
 
@@ -160,7 +163,7 @@ def is_cheap(node: fx.Node, bounds: Bounds) -> bool:
     name = getattr(getattr(source.target, "_schema", None), "name", "").split("::")[-1]
     if name in _COSTLY or not isinstance(source.target, torch._ops.OpOverload):
         return False
-    if torch.Tag.nondeterministic_seeded in source.target.tags or source.target.namespace != "aten":
+    if is_random(source) or source.target.namespace != "aten":
         return False
     return flops(source, bounds) == 0 and "attention" not in name
 

@@ -13,7 +13,7 @@ import torch
 import torch.fx as fx
 
 from fxoffload import ops
-from fxoffload.graph import INFO, NodeInfo, Names, border_of, copy_node, info, name_of
+from fxoffload.graph import INFO, NodeInfo, Names, border_of, copy_node, info, is_random, name_of
 from fxoffload.liveness import is_view, view_source
 from fxoffload.pipeline import Context, Pass
 from fxoffload.versions import last_element
@@ -25,11 +25,6 @@ def run(graph: fx.Graph, ctx: Context) -> fx.Graph:
     if border is not None:
         _Clones(graph, border, ctx.device).rewrite()
     return graph
-
-
-def is_random(node: fx.Node) -> bool:
-    """True when the op draws from the device's default generator."""
-    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
 
 
 class _Clones:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,8 +14,11 @@ import torch
 
 from fxoffload import cli
 from fxoffload.calibration import fit
+from fxoffload.calibration import issuing as issuing_module
+from fxoffload.calibration.bench import Bench
+from fxoffload.calibration.issuing import _n_timed, issuing
 from fxoffload.calibration.run import Item, calibrate, items
-from fxoffload.calibration.timing import Deadline, HostClock, sweep
+from fxoffload.calibration.timing import Deadline, DeviceClock, HostClock, SynchronousClock, sweep
 from fxoffload.effects import Channel, Tier
 from fxoffload.machine import load_machine, machine_from
 
@@ -99,7 +104,7 @@ def fake_items(now: FakeTime) -> list[Item]:
     line = fit.curve(1e-6, [(size, 1e-6 + size / 1e9) for size in (1 << 16, 1 << 20)])
     grid = fit.matrix(AXES, {cell: fit.flops(AXES, cell) / 1e11 for cell in fit.cells(AXES)})
     rate = {"head_dim": 64, "dtype": "fp32", "forward": line, "backward": line}
-    values = {"transfers": line, "memory": line, "matrix": grid, "attention": [rate], "dispatch_s": 1e-6, "optimizer_params_per_s": 1e9,
+    values = {"transfers": line, "memory": line, "matrix": grid, "attention": [rate], "optimizer_params_per_s": 1e9,
               "host.disk": {"disk_read_bytes_per_s": 2e9, "disk_write_bytes_per_s": 1e9}}
     applicable = [item for item in items() if not item.cuda_only]
     return [Item(item.name, item.weight, _returning(now, _value(values, item.name)), field=item.field) for item in applicable]
@@ -130,7 +135,7 @@ def test_what_calibration_writes_loads_as_it_was_measured() -> None:
     assert machine.flops_per_s["bf16"] == pytest.approx(1e11)
     assert machine.optimizer_params_per_s["host"]["foreach_bf16"] == 1e9
     assert machine.optimizer_params_per_s["device"] == {} and machine.host.pin_bytes_per_s is None
-    assert machine.attention[0].head_dim == 64 and machine.dispatch_s == 1e-6
+    assert machine.attention[0].head_dim == 64 and machine.dispatch_s is None
 
 
 def test_the_same_measurements_write_the_same_file() -> None:
@@ -142,10 +147,10 @@ def test_one_failure_is_null_with_its_error_and_the_rest_is_measured() -> None:
         raise RuntimeError("no such\nkernel")
 
     now = FakeTime()
-    chosen = [Item(i.name, i.weight, fail if i.name == "dispatch_s" else i.measure, field=i.field) for i in fake_items(now)]
+    chosen = [Item(i.name, i.weight, fail if i.name == "matrix.fp16" else i.measure, field=i.field) for i in fake_items(now)]
     raw = calibrate(CPU, 10.0, chosen=chosen, now=now)
-    assert raw["errors"] == {"dispatch_s": "RuntimeError: no such kernel"}
-    assert machine_from(raw, "fake").dispatch_s is None
+    assert raw["errors"] == {"matrix.fp16": "RuntimeError: no such kernel"}
+    assert set(machine_from(raw, "fake").flops_per_s) == {"fp32", "bf16"}
 
 
 def test_every_item_gets_its_part_of_the_time_that_is_left() -> None:
@@ -177,12 +182,33 @@ def test_a_blank_measurement_cannot_be_planned_with() -> None:
 
 
 @pytest.mark.integration
+def test_issuing_is_a_step_over_its_ops(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step on a CPU is never sooner done than issued; here only the count of ops and the clean end are what is looked at."""
+    found = []
+    monkeypatch.setattr(issuing_module, "_n_timed", lambda graph: found.append(_n_timed(graph)) or found[-1])  # type: ignore[func-returns-value]
+    seconds = issuing(Bench(CPU, HostClock(), HostClock(), Deadline(0.0)))
+    assert len(found) == 1 and 8 * 20 < found[0] < 8 * 60
+    assert 1e-7 < seconds < 1e-2
+
+
+@pytest.mark.gpu
+def test_issuing_on_a_card_takes_longer_than_one_op_and_leaves_nothing() -> None:
+    bench = Bench(torch.device("cuda", 0), DeviceClock(), SynchronousClock(), Deadline(time.perf_counter() + 5))
+    seconds = issuing(bench)
+    left = torch.ones(64, device="cuda")
+    one = HostClock().seconds(lambda: left + left, 0.1)
+    assert one < seconds < 100 * one
+    gc.collect()
+    assert torch.cuda.memory_allocated() < 100 << 20
+
+
+@pytest.mark.integration
 def test_calibrate_measures_this_cpu_in_a_small_budget(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "machine.json"
     assert cli.main(["calibrate", "--device", "cpu", "--budget-s", "1", "--out", str(out), "--date", "2026-01-01"]) == 0
     raw, machine = json.loads(out.read_text()), load_machine(out)
     assert raw["errors"] == {} and machine.measured.date == "2026-01-01" and not machine.datasheet
-    assert all(0 < rate < math.inf for rate in [*machine.flops_per_s.values(), machine.device_bytes_per_s, machine.dispatch_s])
+    assert all(0 < rate < math.inf for rate in [*machine.flops_per_s.values(), machine.device_bytes_per_s])
     assert machine.flops_per_s["fp32"] > 1e8
     assert raw["transfers"]["h2d_pinned"] is raw["host"]["pin_bytes_per_s"] is raw["host"]["disk_read_bytes_per_s"] is None
     assert set(machine.optimizer_params_per_s["host"]) == {"fused_fp32", "fused_bf16", "foreach_fp32", "foreach_bf16"}

@@ -23,7 +23,9 @@ from zoo import FAMILIES, Case, tokens
 
 import fxoffload
 from fxoffload.api import captured, planning_options
+from fxoffload import ops
 from fxoffload.footprint import Footprint
+from fxoffload.graph import is_random
 from fxoffload.layout import extent_bytes
 from fxoffload.machine import load_machine
 from fxoffload.planning import Planning
@@ -70,11 +72,31 @@ def test_what_the_host_may_have_to_do_cannot_be_recorded(family: str, says: str 
     found = obstacle(lowered(FAMILIES[family](), "1GiB"))
     assert found is None if says is None else found is not None and says in found
 
-def test_dropout_and_copies_from_memory_that_is_not_pinned_cannot_be_recorded() -> None:
+def test_attention_with_dropout_and_copies_from_memory_that_is_not_pinned_cannot_be_recorded() -> None:
     assert "draws random numbers" in (obstacle(lowered(zoo.llama(attention_dropout=0.5), "1GiB")) or "")
-    assert "draws random numbers" in (obstacle(lowered(FAMILIES["lora_bf16"](), "1GiB")) or "")
     pageable = lowered(FAMILIES["llama"](), "200MiB", pin_memory=False, pins=(fxoffload.pin("*", "host"),))
     assert "pageable" in (obstacle(pageable) or "")
+
+@pytest.mark.parametrize("family", ["lora_bf16", "whisper"])
+def test_a_step_with_dropout_is_recorded(family: str) -> None:
+    graph = lowered(FAMILIES[family](), "1GiB")
+    assert obstacle(graph) is None and sum(map(is_random, graph.nodes)) >= 10
+    assert all(graph.replays for graph in planned(FAMILIES[family](), "1GiB").graphs.values())
+
+def test_what_is_drawn_again_because_the_caller_says_so_is_called() -> None:
+    again = fxoffload.pin("*dropout*", "checkpoint")
+    assert "sets a generator back" in (obstacle(lowered(FAMILIES["lora_bf16"](), "1GiB", pins=(again,))) or "")
+    assert not any(graph.replays for graph in planned(FAMILIES["lora_bf16"](), "1GiB", pins=[again]).graphs.values())
+
+class HostNoise(nn.Module):
+    """A device's values times a number that the host has drawn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.linear(x) * (torch.rand((), device="cpu") + 0.5)).square().mean()
 
 # What runs -----------------------------------------------------------------------------------------------------------
 
@@ -126,7 +148,9 @@ class Again(Recordings):
         """What `run` returns, with the arena as it was: a device that records does nothing."""
         begin, end = self.arena.extent()
         before = self.arena.strided(0, (end - begin,), (1,), torch.uint8).clone()
+        state = ops.get_rng_state(self.device)
         results = run()
+        ops.set_rng_state(state, self.device)
         self.arena.strided(0, (end - begin,), (1,), torch.uint8).copy_(before)
         return results
 
@@ -164,6 +188,7 @@ def replaying(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Again]]:
 
 def trained(model: nn.Module, batches: Sequence[dict[str, torch.Tensor]], accumulated: int = 1) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Losses, which the caller keeps as they are, and the last weights that are trained."""
+    torch.manual_seed(0)
     weights = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.SGD(weights, lr=0.1)
     losses = []
@@ -177,7 +202,7 @@ def trained(model: nn.Module, batches: Sequence[dict[str, torch.Tensor]], accumu
     return [one.cpu() for one in losses], [p.detach().cpu() for p in weights]
 
 @pytest.mark.parametrize(("family", "budget", "accumulated"), [
-    ("lora", "16MiB", 2), ("lora", "600KiB", 1), ("llama", "700KiB", 2),
+    ("lora", "16MiB", 2), ("lora", "600KiB", 1), ("llama", "700KiB", 2), ("lora_bf16", "16MiB", 1),
     pytest.param("lora", "16MiB", 1, marks=pytest.mark.slow), pytest.param("llama", "700KiB", 1, marks=pytest.mark.slow),
     pytest.param("phi3", "16MiB", 1, marks=pytest.mark.slow)])
 def test_replayed_steps_have_the_bits_of_plain_ones_and_copy_as_much(
@@ -226,6 +251,22 @@ def test_what_cannot_be_recorded_is_called_and_said(
         got = trained(model, batches)
     assert all(torch.equal(a, b) for a, b in zip(got[0], trained(plain, batches)[0], strict=True))
     assert sum("cannot be recorded" in one.message for one in caplog.records) == 2
+    model.fxoffload.close()
+
+
+def test_a_step_with_numbers_that_the_host_draws_is_called_and_said(
+        simulated_device: SimulatedDevice, replaying: list[Again], caplog: pytest.LogCaptureFixture) -> None:
+    model, x = HostNoise(), torch.rand(4, 16)
+    plain = copy.deepcopy(model).to("fxsim")
+    with caplog.at_level(logging.WARNING, logger="fxoffload"):
+        model = fxoffload.compile(model, (x,), device="fxsim", device_budget="16MiB")
+        losses = []
+        for one in (plain, model):
+            torch.manual_seed(0)
+            losses.append([one(x.to("fxsim")).item() for _ in range(6)])
+    assert losses[0] == losses[1] and len(set(losses[0])) == 6
+    assert replaying[0].n == [0, 0] and any("on the host" in one.message for one in caplog.records)
+    assert "on the host" in (obstacle(next(iter(model.fxoffload.graphs.values()))) or "")
     model.fxoffload.close()
 
 
@@ -285,7 +326,7 @@ def steps_on_a_card(case: Case, budget: str, pins: Sequence[Any], accumulated: i
 @pytest.mark.gpu
 @pytest.mark.parametrize(("family", "budget", "pins", "accumulated"), [
     ("lora", "1GiB", (), 1), ("lora", "1GiB", (), 2), ("lora", "1GiB", ("*", "host"), 1), ("llama", "1GiB", (), 1), ("llama", "1GiB", (), 3),
-    ("qlora", "1GiB", (), 1)])
+    ("qlora", "1GiB", (), 1), ("lora_bf16", "1GiB", (), 1)])
 def test_replayed_steps_on_a_card_have_the_bits_of_called_ones(
         family: str, budget: str, pins: tuple[str, str] | tuple[()], accumulated: int, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.use_deterministic_algorithms(True)

@@ -1,18 +1,14 @@
-"""Rates of the compute channel: matrix products, attention, ops bound by memory, and what issuing an op costs the CPU."""
+"""Rates of the compute channel: matrix products, attention, ops bound by memory."""
 
 from __future__ import annotations
-
-import statistics
-import time
 
 import torch
 import torch.nn.functional as F
 
-from ..torch_compat import device_sleep
 from . import fit
 from .bench import DTYPES, Bench
 from .fit import Cell, Json
-from .timing import Act, HostClock, sweep
+from .timing import Act, sweep
 
 _aten = torch.ops.aten
 # Small sides are LoRA's ranks and adapters, large ones are tokens, hidden and intermediate widths.
@@ -26,7 +22,6 @@ _KIB = 1 << 10
 _BYTES = [64 * _KIB * 4**i for i in range(8)]  # 64 KiB to 1 GiB
 _CPU_BYTES = _BYTES[:6]
 _ROW = 1024  # elements of a row that is reduced, gathered or scattered
-_N_ISSUED = 200  # below the launch queue's 1024
 
 
 def matrix(bench: Bench, dtype: str) -> Json:
@@ -111,26 +106,6 @@ def _moving(bench: Bench, kind: str, n_bytes: int) -> Act:
         "gather": lambda: F.embedding(order, src), "scatter": lambda: _aten.embedding_dense_backward(src, order, rows, -1, False),
     }
     return acts[kind]
-
-
-def dispatch(bench: Bench) -> float:
-    """CPU seconds to issue one small op; the device is busy meanwhile, so nothing waits for it."""
-    left, right = bench.values(64), bench.values(64)
-    add = _aten.add.Tensor
-    if not bench.is_cuda:
-        return HostClock().seconds(lambda: add(left, right), bench.deadline.left_s() / 2)
-    return statistics.median(_issue_s(lambda: add(left, right)) for _ in range(9))
-
-
-def _issue_s(act: Act) -> float:
-    torch.cuda.synchronize()
-    device_sleep(40_000_000)  # 20 ms at 2 GHz
-    started = time.perf_counter()
-    for _ in range(_N_ISSUED):
-        act()
-    issued_s = time.perf_counter() - started
-    torch.cuda.synchronize()
-    return issued_s / _N_ISSUED
 
 
 def overhead(bench: Bench) -> dict[str, int]:

@@ -19,6 +19,7 @@ from ..rates import MEMORY_KINDS
 from . import compute, copies, host
 from .bench import DTYPES, Bench
 from .fit import Json
+from .issuing import issuing
 from .timing import Deadline, DeviceClock, HostClock, SynchronousClock
 
 log = logging.getLogger("fxoffload")
@@ -56,7 +57,7 @@ def items() -> list[Item]:
     result += [Item(f"memory.{kind}", 1.5, partial(compute.memory, kind=kind)) for kind in MEMORY_KINDS]
     result += [Item(f"matrix.{dtype}", 8, partial(compute.matrix, dtype=dtype)) for dtype in ("fp32", "bf16", "fp16")]
     result.append(Item("attention", 6, compute.attention))
-    result.append(Item("dispatch_s", 0.5, compute.dispatch))
+    result.append(Item("dispatch_s", 2, issuing, cuda_only=True))
     result += [Item(f"contention.{kind}", 1, partial(copies.contention, kind=kind), cuda_only=True) for kind in ("matrix", "memory")]
     result.append(Item("host.pin_bytes_per_s", 2, copies.pinning, cuda_only=True))
     for place in ("device", "host"):

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from ..graph import info
+from ..graph import info, name_of
 from ..layout import extent_bytes
-from ..replays import comes_anew
+from ..replays import comes_anew, host_draw
 from ..torch_compat import clear_workspaces, end_failed_capture
 from .device_arena import DeviceArena
 from .transfers import Recorded, StreamEngine, SynchronousEngine
@@ -133,7 +133,10 @@ class Replay:
         self._alike: tuple[object, ...] | None = None
         self._n_alike = 0
         self._recording: _Recording | None = None
-        self._failed = False
+        drawn = host_draw(graph)
+        self._failed = drawn is not None
+        if drawn is not None:
+            log.warning("a step is called op by op and not recorded: %s draws random numbers on the host", name_of(drawn))
         recordings.add(self)
 
     def forget(self) -> None:

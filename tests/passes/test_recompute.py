@@ -29,9 +29,9 @@ return ((%y), (%gs, none))
 """
 
 
-def decided(lines: str, keep: str, machine: str | None = None) -> list[str]:
+def decided(lines: str, keep: str, machine: str | None = None, draws_once: bool = False) -> list[str]:
     graph, known = text.parse(lines), None if machine is None else load_machine(machine)
-    context = Context(text.parse_bounds(lines), options={"keep": keep, "blocks": -1}, machine=known)
+    context = Context(text.parse_bounds(lines), options={"keep": keep, "blocks": -1}, machine=known, draws_once=draws_once)
     decisions = get_pass("plan-recompute").run(graph, context)
     return [d.value for d in decisions]  # type: ignore[union-attr]
 
@@ -64,6 +64,26 @@ def recomputed(lines: str, *values: str) -> tuple[object, object]:
     plan = GraphPlan("", tuple(map(Recompute, values)), (), Prediction(0, 0))
     after = parse_pipeline("insert-checkpoint,recompute").run(graph, Context(text.parse_bounds(lines), plan=plan, device=torch.device("cpu", 0)))
     return graph, after
+
+
+DRAWN = """\
+graph "drawn"
+%x: f32[4,8] = input {role=batch}
+%t: f32[4,8] = input {role=tangent}
+%a: f32[4,8] = aten.exp %x
+%kept: f32[4,8] = aten.bernoulli.p %a, 0.5
+%y: f32[4,8] = aten.mul.Tensor %a, %kept
+%z: f32[4,8] = aten.sin %y
+fxo.backward
+%g: f32[4,8] = aten.mul.Tensor %t, %z
+%h: f32[4,8] = aten.mul.Tensor %g, %kept
+return ((%y), (%h))
+"""
+
+
+def test_what_is_drawn_is_saved_where_draws_are_made_once() -> None:
+    assert decided(DRAWN, "inputs") == ["a", "kept", "z"]
+    assert decided(DRAWN, "inputs", draws_once=True) == ["a", "z"]
 
 
 def test_what_reads_a_buffer_that_forward_writes_is_saved_and_what_reads_it_then_is_not() -> None:
