@@ -52,16 +52,19 @@ BUDGETS = {
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A model, what is trained of it, a (batch, sequence) and a budget."""
+    """A model, what is trained of it, a (batch, sequence) and a budget; `pins`, (pattern, place) each, and what they are called: a plan
+    that a person made."""
 
     size: str
     trained: str
     shape: tuple[int, int]
     budget: str
+    label: str = ""
+    pins: tuple[tuple[str, str], ...] = ()
 
     @property
     def name(self) -> str:
-        return f"{self.size}-{self.trained}-{self.shape[0]}x{self.shape[1]}-{self.budget}"
+        return "-".join([self.size, self.trained, f"{self.shape[0]}x{self.shape[1]}", self.budget, *([self.label] if self.label else [])])
 
     @property
     def path(self) -> Path:
@@ -97,6 +100,7 @@ def quantization() -> Any:
 
 def plan(rows: list[Row]) -> None:
     """Writes the rows' plans; budgets of one step share its capture."""
+    from fxoffload import pin
     from fxoffload.api import captured, planning_options
     from fxoffload.dry import model_without_weights
     from fxoffload.errors import PlanError
@@ -105,11 +109,11 @@ def plan(rows: list[Row]) -> None:
 
     machine = load_machine(MACHINE)
     PLANS.mkdir(parents=True, exist_ok=True)
-    for size, trained, shape in dict.fromkeys((row.size, row.trained, row.shape) for row in rows):
+    for size, trained, shape, pins in dict.fromkeys((row.size, row.trained, row.shape, row.pins) for row in rows):
         model = model_without_weights(config(size), None if trained == "full" else lora(), quantization() if trained == "4bit" else None)
-        options = planning_options(model, machine, "1TiB", None, 0, "adamw", "auto", None, "bitwise", ())
+        options = planning_options(model, machine, "1TiB", None, 0, "adamw", "auto", None, "bitwise", [pin(*one) for one in pins])
         with captured(model, shape, options, machine) as session:
-            for row in (r for r in rows if (r.size, r.trained, r.shape) == (size, trained, shape)):
+            for row in (r for r in rows if (r.size, r.trained, r.shape, r.pins) == (size, trained, shape, pins)):
                 try:
                     found = session.study.plan(replace(session.study.planning.budgets, device_bytes=parse_bytes(row.budget)))
                 except PlanError as error:
