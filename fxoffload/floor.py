@@ -9,12 +9,12 @@ them, compute from there to a gradient, and the copies of it and those behind it
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 from .graph import name_of
-from .liveness import Storage, base_nodes
+from .liveness import Storage, base_nodes, owner_of
 from .overlap import Rates
 from .spill import Ground, Schedule
 
@@ -23,7 +23,7 @@ from .spill import Ground, Schedule
 class Kept:
     """Something that is either on the device over the border or takes seconds of the channels: in forward, and in backward.
 
-    `name`: its canonical name; `made_s`: what making it takes, at event number `made_at`; None of an input.
+    `name`: its canonical name.
     """
 
     name: str
@@ -31,8 +31,15 @@ class Kept:
     load_s: float = 0.0
     spill_s: float = 0.0
     again_s: float = 0.0
-    made_at: int | None = None
-    made_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Making:
+    """How forward makes a value: in `seconds`, at event number `at`, from the values of those names."""
+
+    at: int
+    seconds: float
+    reads: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +60,7 @@ class Needs:
     issue_s: float
     ahead_s: float
     kept: tuple[Kept, ...]
+    makings: Mapping[str, Making]
     overlaps: bool
 
     @staticmethod
@@ -66,12 +74,13 @@ class Needs:
             for part in (slice(0, border), slice(border, None)))
         return Needs(
             forward, backward, issued * rates.dispatch_s, _ahead_s(schedule, first, rates),
-            tuple(_kept(schedule, ground, rates, may_reside)), rates.overlaps)
+            tuple(_kept(schedule, ground, rates, may_reside)), dict(_makings(schedule, ground, rates)), rates.overlaps)
 
     def least_s(self, capacity_bytes: int, again: frozenset[str] = frozenset()) -> float:
-        """The bound under `capacity_bytes` beside the ground's inputs. `again`: names of values that backward makes again instead."""
+        """The bound under `capacity_bytes` beside the ground's inputs. `again`: names of values that are made again where backward needs
+        them."""
         left = [one for one in self.kept if one.name not in again]
-        made_s = sum({one.made_at: one.made_s for one in self.kept if one.name in again}.values())
+        made_s = self._made_s(again) if again else 0.0
         f, b = self.forward, self.backward
         if not self.overlaps:
             moved_s = _left([(k.n_bytes, k.load_s + k.spill_s + k.again_s) for k in left], capacity_bytes)
@@ -82,6 +91,20 @@ class Needs:
         forward_s = max(f.compute_s, f.loads_s + loads_s, f.sinks_s + spills_s)
         backward_s = max(b.compute_s + made_s, b.loads_s + again_s, b.sinks_s)
         return max(forward_s + backward_s, self.issue_s, self.ahead_s)
+
+
+    def _made_s(self, again: frozenset[str]) -> float:
+        """Seconds of making again what backward reads of those values, and what that is made from."""
+        needed = [one.name for one in self.kept if one.name in again]
+        seen, ran = set(needed), dict[int, float]()
+        while needed:
+            making = self.makings.get(needed.pop())
+            if making is not None:
+                ran[making.at] = making.seconds
+                more = [name for name in making.reads if name in again and name not in seen]
+                seen.update(more)
+                needed += more
+        return sum(ran.values())
 
 
 def _left(items: Sequence[tuple[int, float]], capacity_bytes: int) -> float:
@@ -121,7 +144,7 @@ def _ahead_s(schedule: Schedule, first_loads: list[float], rates: Rates) -> floa
 
 
 def _kept(schedule: Schedule, ground: Ground, rates: Rates, may_reside: frozenset[str]) -> Iterator[Kept]:
-    base, position = base_nodes(schedule.live), {event.index: i for i, event in enumerate(schedule.events)}
+    base = base_nodes(schedule.live)
     for storage, uses in ground.uses.items():
         begins = uses[0] if storage.is_input else schedule.live.first[storage]
         again_s = rates.least_load_s(storage) if uses[-1] > ground.border and storage not in ground.returned else 0.0
@@ -133,6 +156,14 @@ def _kept(schedule: Schedule, ground: Ground, rates: Rates, may_reside: frozense
         elif storage.is_input:
             yield Kept(storage.name, storage.n_bytes, 0.0, 0.0, again_s)
         elif storage in base:
-            made_at = position.get(schedule.live.first[storage])
-            made_s = 0.0 if made_at is None else rates.event_s[made_at]
-            yield Kept(name_of(base[storage]), storage.n_bytes, 0.0, rates.spill_s(storage), again_s, made_at, made_s)
+            yield Kept(name_of(base[storage]), storage.n_bytes, 0.0, rates.spill_s(storage), again_s)
+
+
+def _makings(schedule: Schedule, ground: Ground, rates: Rates) -> Iterator[tuple[str, Making]]:
+    live, base = schedule.live, base_nodes(schedule.live)
+    for storage, node in base.items():
+        at = schedule.position.get(live.first[storage])
+        if storage.is_input or at is None or live.first[storage] >= ground.border:
+            continue
+        read = dict.fromkeys(s for operand in owner_of(node).all_input_nodes for s in live.of.get(operand, ()))
+        yield name_of(node), Making(at, rates.event_s[at], tuple(name_of(base[s]) for s in read if s in base and not s.is_input))

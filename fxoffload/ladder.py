@@ -30,8 +30,7 @@ class Effort:
 
     `n_refined`: recipes of a rung, the fastest, that are refined. `packs`: values that stay by their worth are tried too, and the fastest
     is climbed from. `spared`: the share of the best seconds that no search is worth. 0 tries every recipe on every rung unless it is
-    proven to give nothing faster; else recipes are tried in the order of what they recompute until one is slower, and on smaller
-    rungs only the best one's.
+    proven to give nothing faster; else until one is slower (`Search._ways`), and on smaller rungs only the best one's.
     """
 
     most_events: int
@@ -54,7 +53,7 @@ _ROUNDING = 1e-12
 
 @dataclass(frozen=True, slots=True)
 class _OfRung:
-    """Candidates on a rung: all that were `tried`, those that fit, the fastest first, and the first of these with all the rung has room for."""
+    """Candidates on a rung: all that were `tried`, those that fit, the fastest first, and the first few of these with all the rung has room for."""
 
     tried: list[Candidate]
     fitting: list[Candidate]
@@ -95,18 +94,19 @@ class Search:
     def _climb(self, rung: int, budget: int, above: int) -> bool:
         """Searches one rung for what to complete under `budget`, within the rung above; False when nothing fits it."""
         found: list[tuple[Recipe, list[Candidate]]] = []
-        for recipe in self._in_order(budget):
-            slower_s = self._slower_s(recipe, budget)
-            if slower_s is not None:
-                self.tried.append(Tried(str(recipe), 0, slower_s, None))
-                continue
-            fit = self._first(recipe, rung)
-            if not fit.fitting:
-                continue
-            self._complete(recipe, fit, budget, above)
-            found.append((recipe, fit.fitting))
-            if self._effort.spared and len(found) > 1 and fit.fitting[0].step_s >= found[-2][1][0].step_s:
-                break
+        for way in self._ways(budget):
+            for recipe in way:
+                before, slower_s = self.best, self._slower_s(recipe, budget)
+                if slower_s is not None:
+                    self.tried.append(Tried(str(recipe), 0, slower_s, None))
+                    continue
+                fit = self._first(recipe, rung)
+                if not fit.fitting:
+                    continue
+                self._complete(recipe, fit, budget, above)
+                found.append((recipe, fit.fitting))
+                if self._effort.spared and before is not None and self.best is before:
+                    break  # the next ones recompute less
         for recipe, fitting in sorted(found, key=lambda one: one[1][0].step_s)[: self._effort.n_refined]:
             if self._slower_s(recipe, budget) is None:
                 self._complete(recipe, self._others(recipe, rung, fitting), budget, above)
@@ -117,7 +117,8 @@ class Search:
         if (recipe, rung, False) not in self.rungs:
             tried = list(swept(self.problem, self._made(recipe), self.trained, rung))
             fitting = _fitting(tried)
-            self.rungs[recipe, rung, False] = _OfRung(tried, fitting, self._settled(fitting[:1], rung))
+            n_settled = _COMPLETED if self._effort.spared else 1
+            self.rungs[recipe, rung, False] = _OfRung(tried, fitting, self._settled(fitting[:n_settled], rung))
         return self._tell(recipe, rung, self.rungs[recipe, rung, False])
 
     def _others(self, recipe: Recipe, rung: int, first: list[Candidate]) -> _OfRung:
@@ -145,13 +146,17 @@ class Search:
         for one in found.settled:
             self._accept(recipe, completed(self.problem, one, budget, above))
 
-    def _in_order(self, budget: int) -> list[Recipe]:
-        """The recipes: where memory binds those that recompute most first, else last."""
-        if self._effort.spared and self.best is not None:
-            return [self.best.recomputation.recipe]
-        everything, *others = ordered = list(recipes(self.problem))
-        binds = self._least_s(everything, budget) > self._least_s(others[-1], budget)
-        return ordered[::-1] if binds else ordered
+    def _ways(self, budget: int) -> list[list[Recipe]]:
+        """The recipes in the orders in which they are tried. Where not all are: the one that recomputes all that is much cheaper; from the
+        one that recomputes most down to it, and from it down to none, as long as that is faster than all before."""
+        ordered = list(recipes(self.problem))
+        if self._effort.spared:
+            if self.best is not None:
+                return [[self.best.recomputation.recipe]]
+            middle = max((i for i, one in enumerate(ordered) if not one.dear and one.price < 1), default=len(ordered) - 1)
+            return [[ordered[middle]], ordered[middle + 1 :][::-1], ordered[:middle][::-1]]
+        binds = self._least_s(ordered[0], budget) > self._least_s(ordered[-1], budget)
+        return [ordered[::-1] if binds else ordered]
 
     def _climb_least(self, rung: int, limit: int) -> None:
         """Where nothing fits a rung, the least budget that works is one."""
@@ -168,7 +173,7 @@ class Search:
             self.tried.append(_told(self.problem, recipe, candidate))
 
     def _all_slower(self, budget: int) -> bool:
-        return all(self._slower_s(recipe, budget) is not None for recipe in self._in_order(budget))
+        return all(self._slower_s(recipe, budget) is not None for way in self._ways(budget) for recipe in way)
 
     def _slower_s(self, recipe: Recipe, budget: int) -> float | None:
         """A bound that says nothing the recipe gives under `budget` can be faster than the best candidate, by what is worth a search;

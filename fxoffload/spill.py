@@ -28,6 +28,8 @@ Bytes = np.ndarray[tuple[int], np.dtype[np.int64]]
 NEVER = 1 << 60
 # Distances beyond this are one: a value that is never used again still has a score.
 _FAR = 1 << 30
+# What is smaller than this part of the room that is to be made is a crumb.
+_CRUMBS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,7 +236,7 @@ class Spiller:
         when nothing larger is left."""
         upcoming, on_host = self.upcoming, self.on_host
         queue = [
-            (-min(upcoming[s] - index, _FAR) * (1.0 if s.is_input or s in on_host else 0.5) * (1e-3 if s.n_bytes * 32 < over else 1.0),
+            (-min(upcoming[s] - index, _FAR) * (1.0 if s.is_input or s in on_host else 0.5) * (1e-3 if s.n_bytes * _CRUMBS < over else 1.0),
              s.name, position)
             for position, s in enumerate(candidates)
         ]
