@@ -77,11 +77,10 @@ def test_attention_with_dropout_and_copies_from_memory_that_is_not_pinned_cannot
     pageable = lowered(FAMILIES["llama"](), "200MiB", pin_memory=False, pins=(fxoffload.pin("*", "host"),))
     assert "pageable" in (obstacle(pageable) or "")
 
-@pytest.mark.parametrize("family", ["lora_bf16", "whisper"])
-def test_a_step_with_dropout_is_recorded(family: str) -> None:
-    graph = lowered(FAMILIES[family](), "1GiB")
+def test_a_step_with_dropout_is_recorded() -> None:
+    graph = lowered(FAMILIES["lora_bf16"](), "1GiB")
     assert obstacle(graph) is None and sum(map(is_random, graph.nodes)) >= 10
-    assert all(graph.replays for graph in planned(FAMILIES[family](), "1GiB").graphs.values())
+    assert all(graph.replays for graph in planned(FAMILIES["lora_bf16"](), "1GiB").graphs.values())
 
 def test_what_is_drawn_again_because_the_caller_says_so_is_called() -> None:
     again = fxoffload.pin("*dropout*", "checkpoint")
