@@ -146,9 +146,10 @@ def _bf16(case: Case) -> Case:
     return Case(case.model.to(torch.bfloat16), case.batch)
 
 
-def lora(**changes: Any) -> Case:
+def lora(dropout: float = 0.0, **changes: Any) -> Case:
     """Adapters beside a matrix of each kind (all of them: `lora_bf16`): a capture costs by the operation."""
-    return _lora(_bf16(llama(**{"intermediate_size": 512, **changes})), target_modules=["q_proj", "gate_proj", "down_proj"])
+    model = _bf16(llama(**{"intermediate_size": 512, **changes}))
+    return _lora(model, target_modules=["q_proj", "gate_proj", "down_proj"], lora_dropout=dropout)
 
 
 def lora_bf16() -> Case:
