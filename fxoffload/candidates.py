@@ -38,13 +38,11 @@ class Recipe:
     keep: str
     blocks: int = -1
     price: float = 1.0
-    dear: int = 0
 
     def __str__(self) -> str:
         words = {"all": "saves everything", "costly": "computes cheap ops again"}
         share = "" if self.price == 1 else f"{self.price:g} of "
-        more = f", in {self.dear} of them less than all" if self.dear else ""
-        return words.get(self.keep, f"computes again, in {self.blocks} blocks, what takes less than {share}its copies{more}")
+        return words.get(self.keep, f"computes again, in {self.blocks} blocks, what takes less than {share}its copies")
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,19 +87,18 @@ class Candidate:
 
 
 def recipes(problem: Problem) -> list[Recipe]:
-    """In the order of what they recompute: nothing, in more and more of the blocks what is much cheaper made again than copied, in more
-    and more of them what is cheaper. Where there are no blocks, nothing and what is cheap."""
+    """In the order of what they recompute: nothing, in more and more of the blocks what is much cheaper made again than copied, in all
+    of them what is cheaper. Where there are no blocks, nothing and what is cheap."""
     n_blocks = 1 + max((i for node in problem.graph.nodes if (i := block_position(name_of(node))) is not None), default=-1)
     if not n_blocks:
         return [Recipe("all"), Recipe("costly")]
     parts = [n_blocks * quarters // 4 for quarters in (1, 2, 3)] if n_blocks >= 4 else []
-    cheap = [Recipe("blocks", n, _LOW_PRICE) for n in (*parts, n_blocks)]
-    return [Recipe("all"), *cheap, *(Recipe("blocks", n_blocks, _LOW_PRICE, n) for n in parts), Recipe("blocks", n_blocks)]
+    return [Recipe("all"), *(Recipe("blocks", n, _LOW_PRICE) for n in (*parts, n_blocks)), Recipe("blocks", n_blocks)]
 
 
 def decided(problem: Problem, recipe: Recipe, live: Liveness | None = None) -> tuple[Decision, ...]:
     """What the recipe recomputes. `live`: the Liveness of the problem's graph, where it is known."""
-    options: dict[str, Option] = {"keep": recipe.keep, "blocks": recipe.blocks, "price": recipe.price, "dear": recipe.dear}
+    options: dict[str, Option] = {"keep": recipe.keep, "blocks": recipe.blocks, "price": recipe.price}
     context = replace(problem.context, options=options, live=live, machine=problem.machine)
     return decide("plan-recompute", problem.graph, context)
 

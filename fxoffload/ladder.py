@@ -153,7 +153,7 @@ class Search:
         if self._effort.spared:
             if self.best is not None:
                 return [[self.best.recomputation.recipe]]
-            middle = max((i for i, one in enumerate(ordered) if not one.dear and one.price < 1), default=len(ordered) - 1)
+            middle = max((i for i, one in enumerate(ordered) if one.price < 1), default=len(ordered) - 1)
             return [[ordered[middle]], ordered[middle + 1 :][::-1], ordered[:middle][::-1]]
         binds = self._least_s(ordered[0], budget) > self._least_s(ordered[-1], budget)
         return [ordered[::-1] if binds else ordered]

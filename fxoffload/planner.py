@@ -77,13 +77,13 @@ def solve(problem: Problem, known: Searches | None = None) -> Solution:
         return _placed_within(problem, searches, budget)
 
 
-def _within(problem: Problem, searches: Sequence[Search], budget: int | None, known: Solution | None = None) -> Solution:
-    """The fastest Solution whose live bytes keep to `budget`; what its values take at offsets may be more. `known`: one that may be it."""
+def _within(problem: Problem, searches: Sequence[Search], budget: int | None) -> Solution:
+    """The fastest Solution whose live bytes keep to `budget`; what its values take at offsets may be more."""
     nearest: list[tuple[Candidate, int]] = []
     for search in searches:
         search.run(budget)
         if search.best is not None:
-            return replace(_complete(problem, search.best, budget, known), tried=tuple(search.tried))
+            return replace(_complete(problem, search.best, budget), tried=tuple(search.tried))
         nearest = search.short
     raise _refusal(problem, *min(nearest, key=lambda one: least_bytes(problem, *one)))
 
@@ -96,11 +96,10 @@ def _placed_within(problem: Problem, searches: Sequence[Search], budget: int) ->
     """
     rungs = rungs_within(budget, _OFFSET_BITS)
     over_bytes, least = 0, None
-    solution: Solution | None = None
     while True:
         live_budget = next(rungs) if least is None else least
         try:
-            solution = _within(problem, searches, live_budget, solution)
+            solution = _within(problem, searches, live_budget)
         except PlanError as refusal:
             needed = budget + (refusal.shortfall_bytes or 0)
             if least is None and needed <= budget:
@@ -142,16 +141,13 @@ def _trained_residents(problem: Problem) -> Iterator[frozenset[str]]:
 _REWRITES = (*BEFORE_SWAPS, "insert-gather", "lower-gather", "insert-swap", "hoist-transfers", "sink-waits", "bucket-transfers", "insert-release")
 
 
-def _complete(problem: Problem, chosen: Candidate, limit: int | None, known: Solution | None = None) -> Solution:
-    """The candidate's decisions, applied, and the lowered graph simulated: its live bytes keep to `limit`; what `known` has of the same
-    decisions holds."""
+def _complete(problem: Problem, chosen: Candidate, limit: int | None) -> Solution:
+    """The candidate's decisions, applied, and the lowered graph simulated: its live bytes keep to `limit`."""
     context, footprint = replace(problem.context, machine=problem.machine), problem.footprint
-    swaps = decisions_of(chosen.schedule.live, chosen.found, context.swap_tier, problem.machine.overlaps)
-    decisions = chosen.recomputation.decisions + swaps
-    if known is not None and footprint.by_offsets and (known.resident, known.decisions) == (chosen.resident, decisions):
-        return replace(known, estimated_s=chosen.step_s)
     graph = copy_graph(problem.graph)
     place_parameters(graph, problem.parameters, chosen.resident)
+    swaps = decisions_of(chosen.schedule.live, chosen.found, context.swap_tier, problem.machine.overlaps)
+    decisions = chosen.recomputation.decisions + swaps
     lowered = apply(graph, replace(context, plan=bare(decisions)), _REWRITES)
     simulation = simulate(lowered, context.bounds, problem.machine, chosen.outside_bytes, context.workspace)
     over = 0 if limit is None else simulation.device_peak_bytes - footprint.live_bytes(limit)

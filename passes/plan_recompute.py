@@ -7,8 +7,8 @@ gathered parameter or view of one is ever saved; where the context says that dra
 again only where the caller says so.
 
 Options of "blocks": `blocks`, how many of them, in order, it applies to (-1: all), and `price`, what a saved byte costs, in times of its
-copies to the host and back on the machine: which values of a block are made again is then a minimum cut (`fxoffload/cuts.py`). In the
-first `dear` blocks the price is 1. Where no machine is known nothing of them is saved. On a machine that is known, "costly" also saves what an op takes longer to make than all it
+copies to the host and back on the machine: which values of a block are made again is then a minimum cut (`fxoffload/cuts.py`). Where no
+machine is known nothing of them is saved. On a machine that is known, "costly" also saves what an op takes longer to make than all it
 makes takes to return from the host (sums over rows): to move it, or to keep it, is cheaper.
 """
 
@@ -49,7 +49,7 @@ def run(graph: fx.Graph, ctx: Context) -> tuple[Decision, ...]:
     if keep in ("costly", "blocks") and ctx.machine is not None:
         inside = {s for s in again if keep == "blocks" and _is_inside(values[s], blocks)}
         again -= set(_return_sooner({s: values[s] for s in again - inside}, ctx))
-        again -= inside - _cheapest({s: values[s] for s in inside}, closure, live, border, ctx)
+        again -= inside - _cheapest({s: values[s] for s in inside}, closure, live, border, float(ctx.options.get("price", 1.0)), ctx)
     chosen = {name_of(node) for s, node in values.items() if s in again or node in closure}
     chosen -= ctx.kept_values | ctx.swapped_values
     chosen |= {name_of(v) for v in values.values() if name_of(v) in ctx.recomputed_values}
@@ -74,15 +74,15 @@ def _forward_values(graph: fx.Graph, live: Liveness, border: fx.Node) -> dict[St
     return found
 
 
-def _cheapest(values: dict[Storage, fx.Node], closure: set[fx.Node], live: Liveness, border: fx.Node, ctx: Context) -> set[Storage]:
-    """Which of the values are made again where a saved byte costs the price of its block, and all that an op reads must be there."""
+def _cheapest(values: dict[Storage, fx.Node], closure: set[fx.Node], live: Liveness, border: fx.Node, price: float,
+              ctx: Context) -> set[Storage]:
+    """Which of the values are made again where a saved byte costs `price` times its copies, and all that an op reads must be there."""
     assert ctx.machine is not None
     if not values:
         return set()
     end, free = live.index[border], {s for node in closure for s in live.of.get(node, ())}
     most_bytes = max(s.n_bytes for s in values)
-    per_byte_s = sum(ctx.machine.least_s_per_byte(most_bytes, channel, ctx.swap_tier) for channel in (Channel.H2D, Channel.D2H))
-    price, dear = float(ctx.options.get("price", 1.0)), int(ctx.options.get("dear", 0))
+    per_byte_s = price * sum(ctx.machine.least_s_per_byte(most_bytes, channel, ctx.swap_tier) for channel in (Channel.H2D, Channel.D2H))
     made: dict[fx.Node, list[Storage]] = {}
     for storage, node in values.items():
         made.setdefault(owner_of(node), []).append(storage)
@@ -91,10 +91,7 @@ def _cheapest(values: dict[Storage, fx.Node], closure: set[fx.Node], live: Liven
         reads = dict.fromkeys(s for operand in owner.all_input_nodes for s in live.of.get(operand, ()))
         needed = tuple(s for s in reads if not s.is_input and s not in free and s not in live.escapes)
         remakes.append(Remake(node_s(owner, ctx.bounds, ctx.machine)[1], needed, tuple(storages)))
-    named = base_nodes(live)
-    prices = {
-        s: s.n_bytes * per_byte_s * (1.0 if dear and _is_inside(named[s], dear) else price)
-        for remake in remakes for s in (*remake.reads, *remake.makes)}
+    prices = {s: s.n_bytes * per_byte_s for remake in remakes for s in (*remake.reads, *remake.makes)}
     read = frozenset(s for s in prices if any(i > end and not is_view(live.nodes[i]) for i in live.uses[s]))
     again = made_again(remakes, prices, read)
     return {s for remake, yes in zip(remakes, again, strict=True) if yes for s in remake.makes}
@@ -171,4 +168,4 @@ def is_cheap(node: fx.Node, bounds: Bounds) -> bool:
     return flops(source, bounds) == 0 and "attention" not in name
 
 
-PASS = Pass("plan-recompute", run, requires=frozenset({"functional"}), options={"keep": "all", "blocks": -1, "price": 1.0, "dear": 0})
+PASS = Pass("plan-recompute", run, requires=frozenset({"functional"}), options={"keep": "all", "blocks": -1, "price": 1.0})

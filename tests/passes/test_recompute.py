@@ -126,10 +126,10 @@ return ((%1/neg), (%h, none))
 """
 
 
-def made_again_of_a_block(price: float, dear: int = 0) -> list[str]:
+def made_again_of_a_block(price: float) -> list[str]:
     lines = BLOCK.replace("N", "4096")
     context = Context(
-        text.parse_bounds(lines), options={"keep": "blocks", "price": price, "dear": dear}, machine=load_machine("h200"), swap_tier=Tier.PINNED)
+        text.parse_bounds(lines), options={"keep": "blocks", "price": price}, machine=load_machine("h200"), swap_tier=Tier.PINNED)
     return [d.value for d in get_pass("plan-recompute").run(text.parse(lines), context)]  # type: ignore[union-attr]
 
 
@@ -138,7 +138,3 @@ def test_of_a_block_is_made_again_what_costs_least_at_a_price_of_saved_bytes(pri
     """At a low price the product, which takes a sixth of what its copies take, is not run again for the cheap op behind it: one of the
     two values would have to be saved. What crosses the border is saved at any price."""
     assert made_again_of_a_block(price) == ["0.lin/mm", "0.act/relu"][:n_again]
-
-
-def test_in_the_first_blocks_that_are_dear_a_saved_byte_costs_its_copies() -> None:
-    assert made_again_of_a_block(0.05, dear=1) == made_again_of_a_block(1.0) == ["0.lin/mm", "0.act/relu"]
