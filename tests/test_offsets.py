@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import lzma
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -51,6 +54,14 @@ def test_what_is_there_at_the_same_time_lies_apart_in_an_arena_that_ends_with_th
 def test_values_of_one_size_need_no_more_than_is_live() -> None:
     found = [Lifetime(i, i + 1 + i * 7 % 5, 1024) for i in range(50)]
     assert pack(found)[1] == live_bytes(found)
+
+
+def test_little_lies_idle_in_a_step_of_8b_width_whose_memory_is_full_long_before_the_loss() -> None:
+    # what a Llama of 8B shape with LoRA, 4 x 2048, is to hold on a GPU, planned for 21 GiB of live bytes
+    rows = lzma.decompress((Path(__file__).parent / "lifetimes_8b_lora.csv.xz").read_bytes()).decode().split()[1:]
+    found = [Lifetime(*map(int, row.split(","))) for row in rows]
+    assert len(found) > 4000
+    assert pack(found)[1] <= 1.03 * live_bytes(found)
 
 
 @pytest.fixture
