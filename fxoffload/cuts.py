@@ -15,6 +15,8 @@ import networkx as nx
 
 
 Value = TypeVar("Value", bound=Hashable)
+# Capacities are counted in these.
+_UNIT_S = 1e-15
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,20 +59,24 @@ def _signature(part: Sequence[Remake[Value]], prices: Mapping[Value, float], nee
 
 
 def _cut(part: Sequence[Remake[Value]], prices: Mapping[Value, float], needed: frozenset[Value]) -> tuple[bool, ...]:
-    """On the source's side of the cut: ops that run again, and values that are there."""
+    """On the source's side of the cut: ops that run again, and values that are there.
+
+    Capacities are whole numbers: of floats, what a flow leaves depends on the order in which it was found, and so does the cut.
+    """
+    price = {v: round(prices[v] / _UNIT_S) for op in part for v in (*op.reads, *op.makes)}
     flow: nx.DiGraph[Hashable] = nx.DiGraph()
     flow.add_nodes_from(("there", "not"))
     for i, op in enumerate(part):
-        flow.add_edge(("op", i), "not", capacity=op.seconds)
-        flow.add_edge("there", ("op", i), capacity=sum(prices[v] for v in op.makes if v in needed))
+        flow.add_edge(("op", i), "not", capacity=round(op.seconds / _UNIT_S))
+        flow.add_edge("there", ("op", i), capacity=sum(price[v] for v in op.makes if v in needed))
         for value in op.reads:
             if value not in needed:
                 flow.add_edge(("op", i), ("value", value))
-                flow.add_edge(("value", value), "not", capacity=prices[value])
+                flow.add_edge(("value", value), "not", capacity=price[value])
         for value in op.makes:
             if value not in needed:  # saved no more, where it is there and its op runs again
-                flow.add_edge(("value", value), "not", capacity=prices[value])
-                flow.add_edge("there", ("both", i, value), capacity=prices[value])
+                flow.add_edge(("value", value), "not", capacity=price[value])
+                flow.add_edge("there", ("both", i, value), capacity=price[value])
                 flow.add_edge(("both", i, value), ("value", value))
                 flow.add_edge(("both", i, value), ("op", i))
     _, (there, _) = nx.minimum_cut(flow, "there", "not")

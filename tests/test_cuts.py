@@ -56,3 +56,15 @@ def test_what_backward_does_not_read_is_saved_only_for_what_is_cheaper_with_it()
     assert made_again(ops, {"in": 1.0, "a": 2.0, "b": 9.0}, needed) == [False, True]  # "a" saved: 3 beside 7 and 9
     assert made_again(ops, {"in": 1.0, "a": 20.0, "b": 9.0}, needed) == [True, True]
     assert made_again(ops, {"in": 1.0, "a": 20.0, "b": 6.0}, needed) == [False, False]
+
+
+@pytest.mark.unit
+def test_a_choice_does_not_depend_on_the_order_in_which_sets_give_their_members() -> None:
+    def drawn_anew(seed: int) -> list[bool]:
+        draw, values = random.Random(seed), [object() for _ in range(24)]
+        prices = {v: draw.choice((1, 2, 3, 7)) * 1e-4 / 7 for v in values}
+        ops = [Remake(draw.choice((1, 2, 3, 7)) * 1e-4 / 7, tuple(draw.sample(values[:i], min(i, 2))), (v,)) for i, v in enumerate(values)]
+        return made_again(ops, prices, frozenset(v for v in values if draw.random() < 0.4))
+
+    for seed in range(60):
+        assert len({tuple(drawn_anew(seed)) for _ in range(8)}) == 1
