@@ -63,8 +63,8 @@ def limits(lowered: fx.Graph, bounds: Bounds, machine: Machine, moved_bytes: Map
     return {"compute": compute_s + (machine.contention.matrix or 0.0) * sum(copies.values()), **copies, "host": None}
 
 
-# The optimizer that keeps such states per parameter and whose seconds `cost` knows.
-_OF_STATES: dict[States, str] = {Own(1): "momentum", Own(2): "adamw", Own(3): "rmsprop"}
+# The optimizer that keeps so many tensors of a parameter's own shape and dtype, and whose seconds `cost` knows.
+_OF_COUNT = {1: "momentum", 2: "adamw", 3: "rmsprop"}
 
 
 def optimizer_step_s(trained: Iterable[tuple[int, str, str]], states: States | None, machine: Machine) -> float | None:
@@ -74,7 +74,7 @@ def optimizer_step_s(trained: Iterable[tuple[int, str, str]], states: States | N
     """
     if states is None:
         return None
-    kind = _OF_STATES.get(states)
+    kind = _OF_COUNT.get(states.count) if isinstance(states, Own) else None
     if kind is not None:
         return sum(optimizer_s(kind, n, where, machine, dtype) for n, dtype, where in trained)
     together: dict[tuple[str, str], int] = defaultdict(int)

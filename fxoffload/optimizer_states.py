@@ -9,7 +9,7 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 log = logging.getLogger("fxoffload")
 
@@ -17,15 +17,20 @@ log = logging.getLogger("fxoffload")
 class States(Protocol):
     """Bytes of optimizer state."""
 
+    @property
+    def temporaries(self) -> int:
+        """Times the bytes of all parameters that a step over them makes for itself at most."""
+
     def bytes_of(self, shape: Sequence[int], item_bytes: int, embedding: bool = False) -> int:
         """Bytes kept for a parameter of that shape and so many bytes per element. `embedding`: it is an embedding's weight."""
 
 
 @dataclass(frozen=True, slots=True)
 class Own:
-    """So many tensors of the parameter's own shape and dtype, as `zeros_like` makes them."""
+    """So many tensors of the parameter's own shape and dtype, as `zeros_like` makes them. `temporaries` of torch's foreach kernels."""
 
     count: int
+    temporaries: int = 1
 
     def bytes_of(self, shape: Sequence[int], item_bytes: int, embedding: bool = False) -> int:
         return self.count * math.prod(shape) * item_bytes
@@ -36,6 +41,7 @@ class Fp32:
     """So many fp32 tensors of the parameter's shape, whatever its dtype."""
 
     count: int
+    temporaries: ClassVar[int] = 2
 
     def bytes_of(self, shape: Sequence[int], item_bytes: int, embedding: bool = False) -> int:
         return self.count * math.prod(shape) * 4
@@ -46,6 +52,7 @@ class Factored:
     """One fp32 sum per row and column, a full tensor for vectors; with `momentum` one more full tensor (Adafactor's `beta1`)."""
 
     momentum: bool = False
+    temporaries: ClassVar[int] = 2
 
     def bytes_of(self, shape: Sequence[int], item_bytes: int, embedding: bool = False) -> int:
         n = math.prod(shape)
@@ -65,6 +72,7 @@ class Blockwise8:
     count: int
     coded_from: int = _CODED_FROM
     embeddings_in_fp32: bool = False
+    temporaries: ClassVar[int] = 2
 
     def bytes_of(self, shape: Sequence[int], item_bytes: int, embedding: bool = False) -> int:
         n = math.prod(shape)
@@ -79,6 +87,7 @@ class Coded:
 
     bits: int
     block: int
+    temporaries: ClassVar[int] = 2
 
     def bytes_of(self, shape: Sequence[int], item_bytes: int, embedding: bool = False) -> int:
         n = math.prod(shape)
@@ -91,9 +100,11 @@ class Coded:
 # SGD and RMSprop, ranks of GaLore and APOLLO, Kahan sums of StableAdamW) it is the most that the usual choices keep.
 _KNOWN: Sequence[tuple[States, str]] = (
     (Own(0), "lomo"),
-    (Own(1), "sgd adagrad asgd lion muon schedule_free_sgd SGDScheduleFree"),
+    (Own(1, temporaries=2), "adagrad"),
+    (Own(1), "sgd asgd lion muon schedule_free_sgd SGDScheduleFree"),
+    (Own(2, temporaries=2), "adadelta rprop"),
     (Own(2), "adam adamw adamw_torch adamw_torch_fused adamw_torch_xla adamw_torch_npu_fused adamw_hf adamax nadam radam sparse_adam "
-             "adadelta rprop schedule_free_adamw schedule_free_radam AdamWScheduleFree RAdamScheduleFree"),
+             "schedule_free_adamw schedule_free_radam AdamWScheduleFree RAdamScheduleFree"),
     (Own(3), "rmsprop grokadamw stable_adamw galore_adamw galore_adamw_layerwise galore_adafactor "
              "galore_adafactor_layerwise apollo_adamw apollo_adamw_layerwise"),
     (Own(202), "lbfgs"),  # its default history of 100 steps and of 100 changes of the gradient, the last direction and gradient

@@ -51,8 +51,6 @@ from .workspace import Workspace
 log = logging.getLogger("fxoffload")
 
 
-# A root and a quotient of all second moments, as torch's foreach kernels make them.
-_OPTIMIZER_TEMPORARIES = 2
 # A recording that takes less than one byte of the budget in so many is not compared with calling the step: that is another search, and
 # called steps took up to 8 % longer on a card than predicted (`bench/results/h200_prediction.json`).
 _NOTICEABLE = 16
@@ -325,7 +323,8 @@ class Planning:
     def _between_steps_bytes(self) -> int:
         """What an optimizer that steps over all its parameters at once needs for itself, of those that may be on the device."""
         reside = self._trained_residents()
-        return _OPTIMIZER_TEMPORARIES * sum(p.nbytes for n, p in named_weights(self.model) if n in reside)
+        temporaries = self.states.temporaries if self.states is not None else 0
+        return temporaries * sum(p.nbytes for n, p in named_weights(self.model) if n in reside)
 
     def _trained_residents(self) -> frozenset[str]:
         """Trained parameters that are, or may be, on the device."""

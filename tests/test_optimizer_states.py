@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import logging
 import warnings
+import weakref
 from typing import Any
 
 import pytest
 import torch
 import transformers
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers.training_args import OptimizerNames
 
 import fxoffload
@@ -158,3 +161,44 @@ def test_the_host_peak_knows_fp32_states_of_bf16_parameters() -> None:
     n = 2 * (64 * 64 + 64)
     assert host_peak("paged_adamw_32bit") - host_peak("adamw") == 4 * n
     assert host_peak("adamw") - host_peak(None) == host_peak("adamw") - host_peak("none") == 4 * n
+
+
+class Alive(TorchDispatchMode):
+    """The most bytes at once of what ops make inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now_bytes, self.most_bytes, self.known = 0, 0, set[int]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        given = {t.data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        for made in tree_leaves(out):
+            if isinstance(made, torch.Tensor) and made.data_ptr() not in given | self.known:
+                self.known.add(made.data_ptr())
+                self.now_bytes += made.nbytes
+                self.most_bytes = max(self.most_bytes, self.now_bytes)
+                weakref.finalize(made, self.gone, made.data_ptr(), made.nbytes)
+        return out
+
+    def gone(self, pointer: int, n_bytes: int) -> None:
+        self.known.discard(pointer)
+        self.now_bytes -= n_bytes
+
+
+@pytest.mark.parametrize("kind", [
+    torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adadelta,
+    torch.optim.Adagrad, torch.optim.RMSprop, torch.optim.Rprop, torch.optim.SGD, torch.optim.ASGD])
+def test_a_step_of_foreach_kernels_makes_no_more_for_itself_than_is_known(kind: type[torch.optim.Optimizer]) -> None:
+    weights = [nn.Parameter(torch.randn(64, 64)) for _ in range(6)]
+    optimizer = kind(weights, lr=0.1, foreach=True)  # type: ignore[call-arg]
+    for _ in range(2):
+        for weight in weights:
+            weight.grad = torch.randn_like(weight)
+        with Alive() as alive:
+            optimizer.step()
+    states = optimizer_states(kind)
+    assert states is not None
+    n_bytes, few = sum(weight.nbytes for weight in weights), 4096
+    assert alive.most_bytes <= states.temporaries * n_bytes + few
+    assert kind is not torch.optim.AdamW or alive.most_bytes >= n_bytes
