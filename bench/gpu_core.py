@@ -1,6 +1,7 @@
 """The core on a CUDA card: gradients of a model of 8B width against plain PyTorch, and the 8B LoRA step inside 24 and 12 GiB.
 
-    python bench/gpu_core.py exactness|8b [--layers N] [--budgets 24GiB,12GiB] [--numerics bitwise] [--lock FILE] [--out FILE]
+    python bench/gpu_core.py exactness|8b [--layers N] [--budgets 24GiB,12GiB] [--numerics bitwise] [--executor eager]
+        [--lock FILE] [--out FILE]
 
 With --lock several processes may share a card: they compile beside each other and measure one after the other, alone. Weights are random in
 real shapes. Every figure is measured in this process: reserved bytes by the caching allocator under a hard cap of the budget, seconds
@@ -161,7 +162,8 @@ def eight_b(arguments: argparse.Namespace, budget: str) -> dict[str, Any]:
         context = total - torch.cuda.mem_get_info()[0] if arguments.lock is None else None
         torch.cuda.set_per_process_memory_fraction(parse_bytes(budget) / total)
         started = time.perf_counter()
-        fxoffload.compile(model, batch(size, length, "cpu"), device="cuda", device_budget=budget, numerics=arguments.numerics)
+        fxoffload.compile(model, batch(size, length, "cpu"), device="cuda", device_budget=budget, numerics=arguments.numerics,
+                          executor=arguments.executor)
         compile_s = time.perf_counter() - started
     with alone(arguments.lock):
         return measured(model, arguments, budget) | {"compile_s": compile_s, "context_bytes": context}
@@ -182,7 +184,7 @@ def measured(model: Any, arguments: argparse.Namespace, budget: str) -> dict[str
     plan = model.fxoffload.plan
     result = {
         "step_s_without_limit": statistics.median(unlimited[1:]), "layers": arguments.layers, "adapters": arguments.adapters,
-        "numerics": arguments.numerics, "allocator_retries": retries,
+        "numerics": arguments.numerics, "executor": arguments.executor, "allocator_retries": retries,
         "budget_bytes": parse_bytes(budget), "reserved_bytes": reserved,
         "allocated_bytes": allocated, "predicted_bytes": plan.predicted.device_peak_bytes,
         "predicted_step_s": plan.predicted.step_s, "first_step_s": seconds[0],
@@ -229,6 +231,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--adapters", choices=("bf16", "fp32"), default="bf16")
     parser.add_argument("--numerics", choices=("bitwise", "reordered"), default="bitwise")
+    parser.add_argument("--executor", choices=("eager", "inductor"), default="eager")
     parser.add_argument("--lock")
     parser.add_argument("--out")
     arguments = parser.parse_args()

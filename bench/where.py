@@ -1,6 +1,6 @@
 """Where the seconds of one training step of 8B shape go on a CUDA card: kernels, copies, and the compute stream's idle time by cause.
 
-    python bench/where.py [--layers N] [--budget 24GiB] [--numerics bitwise] [--plain] [--out FILE]
+    python bench/where.py [--layers N] [--budget 24GiB] [--numerics bitwise] [--executor eager] [--plain] [--out FILE]
 
 One step is traced by torch's profiler. A gap is time in which no kernel runs. Its cause is read from the launch of the kernel that ends
 it: launched after the gap began, the host was late ("host"); launched before, the kernel waited for an event of another stream ("copy").
@@ -35,6 +35,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--numerics", choices=("bitwise", "reordered"), default="bitwise")
+    parser.add_argument("--executor", choices=("eager", "inductor"), default="eager")
     parser.add_argument("--plain", action="store_true", help="plain PyTorch, everything on the card, no limit")
     parser.add_argument("--limited", action="store_true", help="cap the allocator at the budget, as compile does")
     parser.add_argument("--trace", help="a folder for the trace itself")
@@ -43,7 +44,8 @@ def main() -> None:
     model = lora_model(chosen.layers, "cuda" if chosen.plain else "cpu", torch.bfloat16)
     forget()
     if not chosen.plain:
-        fxoffload.compile(model, batch(chosen.batch, chosen.length, "cpu"), device="cuda", device_budget=chosen.budget, numerics=chosen.numerics)
+        fxoffload.compile(model, batch(chosen.batch, chosen.length, "cpu"), device="cuda", device_budget=chosen.budget, numerics=chosen.numerics,
+                          executor=chosen.executor)
     if not chosen.limited:
         torch.cuda.set_per_process_memory_fraction(1.0)
     data = batch(chosen.batch, chosen.length, "cuda")
@@ -51,7 +53,7 @@ def main() -> None:
         step(model, data)
     seconds = min(step(model, data) for _ in range(4))
     budget = None if chosen.plain else parse_bytes(chosen.budget)
-    row = {"budget_bytes": budget, "numerics": None if chosen.plain else chosen.numerics, "limited": chosen.limited, "step_s": seconds,
+    row = {"budget_bytes": budget, "numerics": None if chosen.plain else chosen.numerics, "executor": chosen.executor, "limited": chosen.limited, "step_s": seconds,
            "reserved_bytes": torch.cuda.max_memory_reserved(), **traced(model, data, chosen.trace)}
     print(json.dumps(row, indent=1))
     if chosen.out:

@@ -71,7 +71,7 @@ def compile(
         host_budget_bytes=host_bytes(host_budget, model), host_budget_named=host_budget is not None,
         disk_budget_bytes=parse_bytes(disk_budget, "disk_budget"),
         disk_dir=None if disk_dir is None else _folder(disk_dir),
-        pin_memory=pin_memory, outputs=outputs, numerics=numerics, replan=replan,
+        pin_memory=pin_memory, outputs=outputs, numerics=numerics, executor=executor, replan=replan,
         dump_dir=None if dump_dir is None else Path(dump_dir), cache_dir=None if cache_dir is None else Path(cache_dir),
         max_shape=_shape_maxima(max_shape), pins=_pins(pins), states=optimizer_states(optimizer),
     )
@@ -103,6 +103,7 @@ def plan(
     outputs: str = "auto",
     max_shape: Mapping[str, int] | None = None,
     numerics: str = "bitwise",
+    executor: str = "eager",
     pins: Sequence[Pin] = (),
     dump_dir: str | Path | None = None,
     report: str | Path | None = None,
@@ -120,7 +121,7 @@ def plan(
     chosen = load_machine(machine) if machine is not None else load_machine("h200")
     model = model_without_weights(model_or_config, lora, quantization)
     options = planning_options(
-        model, chosen, device_budget, host_budget, disk_budget, optimizer, outputs, max_shape, numerics, pins, dump_dir)
+        model, chosen, device_budget, host_budget, disk_budget, optimizer, outputs, max_shape, numerics, pins, dump_dir, executor)
     with captured(model, batch_or_spec, options, chosen) as session:
         try:
             session.lower_captured()
@@ -137,16 +138,17 @@ def plan(
 def planning_options(
     model: Any, machine: Machine, device_budget: int | str, host_budget: int | str | None, disk_budget: int | str, optimizer: Any,
     outputs: str, max_shape: Mapping[str, int] | None, numerics: str, pins: Sequence[Pin], dump_dir: str | Path | None = None,
+    executor: str = "eager",
 ) -> Options:
     """The Options of a Session that only plans. Raises ValueError for a bad argument."""
-    _check_choices(outputs=outputs, numerics=numerics)
+    _check_choices(outputs=outputs, numerics=numerics, executor=executor)
     _check_model(model, planning=True)
     return Options(
         device=torch.device("cpu"),
         device_budget_bytes=parse_budget(device_budget, "device_budget"),
         host_budget_bytes=None if host_budget is None else parse_bytes(host_budget, "host_budget"),
         disk_budget_bytes=parse_bytes(disk_budget, "disk_budget"),
-        pin_memory=machine.device_type == "cuda", outputs=outputs, numerics=numerics,
+        pin_memory=machine.device_type == "cuda", outputs=outputs, numerics=numerics, executor=executor,
         dump_dir=None if dump_dir is None else Path(dump_dir), max_shape=_shape_maxima(max_shape), pins=_pins(pins),
         states=optimizer_states(optimizer), planning_only=True,
     )
@@ -175,6 +177,9 @@ def captured(model: nn.Module, batch_or_spec: Any, options: Options, machine: Ma
                 session.router.capture(args, kwargs)
         else:
             session.captured = step
+        assert session.captured is not None, "nothing was captured"
+        with heap_at_rest():
+            session.captured = session.captured.for_executor(options.executor)
         yield session
 
 
@@ -274,13 +279,15 @@ def _pins(pins: Sequence[Pin]) -> tuple[Pin, ...]:
     return tuple(pins)
 
 
-_CHOICES = {"outputs": ("auto", "all"), "numerics": ("bitwise", "reordered"), "executor": ("eager",)}
+_CHOICES = {"outputs": ("auto", "all"), "numerics": ("bitwise", "reordered"), "executor": ("eager", "inductor")}
 
 
 def _check_choices(**chosen: str) -> None:
     for name, value in chosen.items():
         if value not in _CHOICES[name]:
             raise ValueError(f"{name}: must be one of {', '.join(_CHOICES[name])}; got {value!r}")
+    if chosen.get("executor") == "inductor" and chosen.get("numerics") == "bitwise":
+        raise ValueError('executor: "inductor" rounds once where PyTorch rounds after every op; it needs numerics="reordered"')
 
 
 def _check_model(model: Any, planning: bool = False) -> None:

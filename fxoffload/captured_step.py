@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -9,7 +10,7 @@ import torch
 import torch.fx as fx
 
 from . import text
-from .graph import Bounds, info
+from .graph import Bounds, copy_graph, info
 from .liveness import base_nodes, liveness
 from .pins import VALUE_PLACES, Pin, pinned_names
 from .pipeline import Context, get_pass
@@ -30,6 +31,14 @@ class CapturedStep:
         canonical = get_pass("canonicalize").run(graph, Context(bounds))
         assert isinstance(canonical, fx.Graph)
         return CapturedStep(canonical, text.fingerprint(canonical), bounds)
+
+    def for_executor(self, executor: str) -> CapturedStep:
+        """The step as an executor runs it: for "inductor" with its elementwise ops fused. A plan for one is none for the other."""
+        if executor == "eager":
+            return self
+        fused = get_pass("fuse").run(copy_graph(self.graph), Context(self.bounds))
+        assert isinstance(fused, fx.Graph)
+        return CapturedStep(fused, hashlib.sha256(f"{executor} {self.fingerprint}".encode()).hexdigest(), self.bounds)
 
 
 def bounds_of(graph: fx.Graph, maxima: Mapping[str, tuple[int, ...]]) -> Bounds:

@@ -16,6 +16,7 @@ import torch.fx as fx
 from . import ops
 from .effects import Tier
 from .footprint import Footprint
+from .fusion import fused
 from .graph import Bounds, info
 from .liveness import Liveness, Storage, base_nodes, liveness, no_workspace, owner_of
 from .offsets import ALIGNMENT, Lifetime, aligned
@@ -85,7 +86,7 @@ def lifetime(live: Liveness, storage: Storage) -> Lifetime:
 
 def makes_its_results(node: fx.Node) -> bool:
     """True for an op that cannot write where its results are to lie: it makes them elsewhere, and they are copied."""
-    return ops.spec_of(node) is None and node.target not in COPIES and out_variant(node.target) is None
+    return ops.spec_of(node) is None and node.target not in COPIES and node.target is not fused and out_variant(node.target) is None
 
 
 def scratch_bytes(live: Liveness, placed: Collection[Storage], workspace: Callable[[fx.Node], int]) -> int:

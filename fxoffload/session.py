@@ -64,6 +64,7 @@ class Options:
     pin_memory: bool = True
     outputs: str = "auto"
     numerics: str = "bitwise"
+    executor: str = "eager"
     replan: bool = True
     dump_dir: Path | None = None
     cache_dir: Path | None = None
@@ -230,7 +231,7 @@ class Session:
             self.captured = CapturedStep.of(graph, self.router.maxima)
             raise CaptureComplete  # nothing will run: neither code nor guards are made
         with heap_at_rest():
-            label, lowered = self.planning.lower(CapturedStep.of(graph, self.router.maxima))
+            label, lowered = self.planning.lower(CapturedStep.of(graph, self.router.maxima).for_executor(self.options.executor))
             if self.storing is not None:
                 self.storing.lowered(label, lowered)
         self._keep(label, lowered)

@@ -53,6 +53,7 @@ def sweep(
     optimizer: Any = "adamw",
     outputs: str = "auto",
     numerics: str = "bitwise",
+    executor: str = "eager",
     pins: Sequence[Pin] = (),
     on_row: Callable[[Row, int], None] | None = None,
 ) -> list[Row]:
@@ -68,7 +69,7 @@ def sweep(
     if not points or not shapes:
         raise ValueError("sweep: needs at least one batch, sequence, machine and device_budget")
     model = model_without_weights(model_or_config, lora, quantization)
-    options = planning_options(model, machines[0], points[0][1], host_budget, disk_budget, optimizer, outputs, None, numerics, pins)
+    options = planning_options(model, machines[0], points[0][1], host_budget, disk_budget, optimizer, outputs, None, numerics, pins, executor=executor)
     rows: list[Row] = []
     for shape in shapes:
         with captured(model, shape, options, machines[0]) as session:

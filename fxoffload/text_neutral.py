@@ -12,8 +12,8 @@ import torch
 import torch.fx as fx
 
 from .attention import operands_of
-from .graph import Role, info, is_symbol, tensors_in
-from .liveness import Liveness, is_view, view_source
+from .graph import Role, info, is_symbol, remembered, tensors_in
+from .liveness import is_view, view_source
 from .text_writer import Writer
 
 # In a schema's text: names of arguments that may hold a size. (torch's own type objects call SymInt an int.)
@@ -24,10 +24,6 @@ _ASSERTIONS = (torch.ops.aten._assert_scalar.default, torch.ops.aten.sym_constra
 
 class NeutralWriter(Writer):
     """Writes the lines of one graph, sizes left out."""
-
-    def __init__(self, graph: fx.Graph, live: Liveness) -> None:
-        super().__init__(graph, live)
-        self._may_be_size: dict[object, tuple[dict[int, bool], dict[str, bool]]] = {}
 
     def lines(self, graph: fx.Graph) -> list[str]:
         """One line per node that is no view, no symbol and no assertion about symbols."""
@@ -51,7 +47,7 @@ class NeutralWriter(Writer):
         return ": " + ",".join(f"{self._dtype(t)}[{t.dim()}]" for t in tensors_in(node.meta.get("val")))
 
     def _call(self, node: fx.Node) -> str:
-        positions, keywords = self._sizes_of(node.target)
+        positions, keywords = size_arguments(node.target)
         arguments = [self._argument(node, value, positions.get(i, False)) for i, value in enumerate(operands_of(node))]
         arguments += [f"{key}={self._argument(node, value, keywords.get(key, False))}" for key, value in node.kwargs.items()]
         return f"{self._target(node)} {', '.join(arguments)}"
@@ -63,13 +59,11 @@ class NeutralWriter(Writer):
             return "_"
         return self._value(node, value)
 
-    def _sizes_of(self, target: object) -> tuple[dict[int, bool], dict[str, bool]]:
-        """Which arguments of an op may be sizes, by position and by name."""
-        known = self._may_be_size.get(target)
-        if known is None:
-            schema = target._schema if isinstance(target, torch._ops.OpOverload) else None
-            sizes = set(_SIZES.findall(str(schema)))
-            found = [(a.name, a.name in sizes) for a in (schema.arguments if schema is not None else ())]
-            known = self._may_be_size[target] = ({i: yes for i, (_, yes) in enumerate(found)}, dict(found))
-        return known
 
+@remembered
+def size_arguments(target: object) -> tuple[dict[int, bool], dict[str, bool]]:
+    """Which arguments of an op may be sizes, by position and by name."""
+    schema = target._schema if isinstance(target, torch._ops.OpOverload) else None
+    sizes = set(_SIZES.findall(str(schema)))
+    found = [(a.name, a.name in sizes) for a in (schema.arguments if schema is not None else ())]
+    return {i: yes for i, (_, yes) in enumerate(found)}, dict(found)

@@ -7,7 +7,7 @@ import dataclasses
 import logging
 import os
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import CodeType
 from typing import Any, cast
 
@@ -389,3 +389,53 @@ def has_plain_wrappers(facts: dict[str, Any]) -> bool:
 def returned_gradients(facts: dict[str, Any]) -> list[bool]:
     """For each output of a step (`wrapper_facts`) whether it takes part in backward."""
     return [bool(one["requires_grad"]) for one in facts["output_info"]]
+
+
+# Inductor -------------------------------------------------------------------------------------------------------------
+
+
+def has_inductor(device: torch.device) -> bool:
+    """Whether Inductor compiles kernels for the device's type."""
+    from torch._inductor.codegen.common import get_scheduling_for_device, init_backend_registration
+
+    init_backend_registration()
+    return device.type != "mps" and get_scheduling_for_device(device.type) is not None
+
+
+def shape_env_of(values: Iterable[object]) -> ShapeEnv | None:
+    """The ShapeEnv of the symbols in fake values and sizes; None where there are none."""
+    for value in values:
+        sizes = (*value.shape, *value.stride()) if isinstance(value, torch.Tensor) else (value,)
+        for size in sizes:
+            if isinstance(size, torch.SymInt):
+                return cast(ShapeEnv, size.node.shape_env)
+    return None
+
+
+# One kernel of a program, without memory of its own: nothing is put down in between, and no sum is split in two. No kernel is chosen by
+# timing several at its first call: that takes memory that no plan has, and may choose other sums in the next process.
+_ONE_KERNEL = {
+    "realize_reads_threshold": 1 << 20, "realize_opcount_threshold": 1 << 20, "realize_acc_reads_threshold": 1 << 20,
+    "max_pointwise_cat_inputs": 8, "split_reductions": False, "size_asserts": False, "max_fusion_size": 1 << 10, "triton.cudagraphs": False,
+    "benchmark_fusion": False, "deterministic": True, "triton.autotune_pointwise": False,
+}
+
+
+def compiled_by_inductor(body: Callable[..., object], inputs: Sequence[Any]) -> tuple[Callable[[list[Any]], object], int, int]:
+    """`body` (of fake tensors and symbols; what it writes to are inputs) as a function of a list, the kernels that it calls and the
+    allocations that it makes."""
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.decomposition import select_decomp_table
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    mode = torch._guards.detect_fake_mode(list(inputs))
+    patch = {name: value for name, value in _ONE_KERNEL.items() if hasattr(config, name) or "." in name}
+    with torch._guards.tracing(torch._guards.TracingContext(mode)), torch.no_grad(), config.patch(patch):
+        with _disable_current_modes():
+            with cast(Any, mode):
+                traced = make_fx(body, decomposition_table=select_decomp_table(), tracing_mode="real")(*inputs)
+            compiled = cast(Any, compile_fx_inner(traced, list(inputs)))
+    source = str(compiled.source_code)
+    n_kernels = source.count(".run(")
+    return compiled, n_kernels, source.count("= empty_strided_")

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.fx as fx
 
+from .fusion import fused
 from .graph import Bounds, op_name, tensor_bytes, tensors_in
 from .text_words import expr_of
 
@@ -88,6 +89,8 @@ def _kind(name: str, node: fx.Node) -> str:
         return "binary"
     if name in _UNPACKS:
         return "widen"
+    if node.target is fused:
+        return "binary"
     return _kind_of_pointwise(node) if torch.Tag.pointwise in getattr(node.target, "tags", ()) else "unknown"
 
 

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from . import attention, composed, neutral
 from .dispatch import Call, Dispatch, is_deterministic
+from .fusion import fused, run_program
 from .graph import Bounds
 from .kernels import FUSED, MATH
 from .products import add_product, converted_bytes
@@ -83,6 +84,8 @@ class Workspace:
     def _formula(self, target: object) -> Callable[..., int] | None:
         if target is neutral.linear_8bit:
             return _linear_8bit_on_cpu if self.device_type == "cpu" else _linear_8bit
+        if target is fused and self.device_type == "cuda":
+            return _nothing
         if target is add_product:
             return None if self.device_type == "cuda" else converted_bytes
         if self.device_type == "cuda" and target in _SUMS:
@@ -162,6 +165,11 @@ def _described(value: object) -> object:
 # Attention ------------------------------------------------------------------------------------------------------------
 
 
+def _nothing(*_: object) -> int:
+    """One kernel, that needs no memory beside its operands and results."""
+    return 0
+
+
 def _bias_bytes(args: tuple[Any, ...]) -> int:
     """A fused kernel gets a boolean mask as an additive one, made through its negation."""
     query = next(a for a in args if isinstance(a, torch.Tensor))
@@ -190,6 +198,7 @@ _KERNELS: Mapping[object, Callable[..., Any]] = {
     neutral.attention: functools.partial(neutral.composed_attention, named=MATH),
     neutral.attention_dropout: functools.partial(neutral.composed_attention, named=MATH),
     neutral.attention_backward: _attention_backward,
+    fused: run_program,
     neutral.dropout: composed.dropout_kernel,
     neutral.dropout_backward: composed.dropout_backward_kernel,
 }

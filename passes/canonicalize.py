@@ -12,7 +12,7 @@ import torch
 import torch.fx as fx
 
 from fxoffload import joint, ops
-from fxoffload.graph import Role, border_of, info, is_random, is_symbol, operands
+from fxoffload.graph import Role, border_of, copy_node, info, is_random, is_symbol, operands
 from fxoffload.liveness import is_view
 from fxoffload.pipeline import Context, Pass
 from fxoffload.text_words import expr_of
@@ -21,6 +21,9 @@ _aten = torch.ops.aten
 _IDENTITIES = frozenset({_aten.detach.default, _aten.alias.default, _aten.lift_fresh_copy.default})
 _VIEWS = frozenset({_aten.view.default, _aten._unsafe_view.default})
 _SLICES = frozenset({_aten.slice.Tensor, _aten.slice_backward.default})
+_WIDER = {torch.bfloat16: (torch.float32, torch.float64), torch.float16: (torch.float32, torch.float64), torch.float32: (torch.float64,)}
+# Of one tensor and numbers.
+_BY_NUMBER = frozenset({_aten.mul.Scalar, _aten.div.Scalar, _aten.add.Scalar, _aten.neg.default})
 _TRANSPOSES = frozenset({_aten.t.default})
 
 
@@ -49,6 +52,54 @@ def _simplify(graph: fx.Graph, node: fx.Node) -> None:
         _replace(graph, node, source.args[0])  # type: ignore[arg-type]
     elif node.target in _SLICES and _whole_slice(node, source):
         _replace(graph, node, source)
+    elif node.target is _aten.pow.Tensor_Scalar and node.args[1] == 1 and _same_value(node, source) and not _is_returned(node):
+        _replace(graph, node, source)
+    elif node.target is _aten._to_copy.default:
+        _drop_detour(graph, node, source)
+    elif node.target in _BY_NUMBER and source.target is _aten.expand.default:
+        _compute_before_expanding(graph, node, source)
+
+
+def _drop_detour(graph: fx.Graph, node: fx.Node, source: fx.Node) -> None:
+    """A cast to a wider dtype and back gives what was cast: every number of the narrower one is a number of the wider one."""
+    if source.target is not _aten._to_copy.default or _is_returned(node):
+        return
+    first = source.args[0]
+    assert isinstance(first, fx.Node)
+    a, wide, b = first.meta.get("val"), source.meta.get("val"), node.meta.get("val")
+    if not (isinstance(a, torch.Tensor) and isinstance(wide, torch.Tensor) and isinstance(b, torch.Tensor)):
+        return
+    if a.dtype == b.dtype and wide.dtype in _WIDER.get(a.dtype, ()) and a.device == b.device and _lies_like(a, b):
+        _replace(graph, node, first)
+
+
+def _is_returned(node: fx.Node) -> bool:
+    """True when the caller gets the value: memory of its own, as the program says."""
+    return any(user.op == "output" for user in node.users)
+
+
+def _lies_like(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return [expr_of(n) for n in (*a.shape, *a.stride())] == [expr_of(n) for n in (*b.shape, *b.stride())]
+
+
+def _compute_before_expanding(graph: fx.Graph, node: fx.Node, expanded: fx.Node) -> None:
+    """An op of one tensor and numbers, on what is expanded: once per number that differs, where only elementwise ops read the result.
+
+    (What sums over it would add in another order, and what returns it would show other strides.)
+    """
+    source = expanded.args[0]
+    assert isinstance(source, fx.Node)
+    small, wide = source.meta.get("val"), node.meta.get("val")
+    if not (isinstance(small, torch.Tensor) and isinstance(wide, torch.Tensor)) or small.dtype != wide.dtype:
+        return
+    if not node.users or any(torch.Tag.pointwise not in getattr(user.target, "tags", ()) for user in node.users):
+        return
+    with graph.inserting_before(node):
+        made = copy_node(graph, node, lambda n: source if n is expanded else n)
+        made.meta["val"] = small.new_empty(small.shape)
+        again = copy_node(graph, expanded, lambda n: made if n is source else n)
+        again.meta["val"] = made.meta["val"].expand(wide.shape)
+    _replace(graph, node, again)
 
 
 def _whole_slice(node: fx.Node, source: fx.Node) -> bool:

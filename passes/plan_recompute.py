@@ -24,6 +24,7 @@ from fxoffload.blocks import block_of, block_position
 from fxoffload.cost import flops, node_s
 from fxoffload.cuts import Remake, made_again
 from fxoffload.effects import Channel, Tier
+from fxoffload.fusion import fused
 from fxoffload.graph import Bounds, Role, border_of, info, is_random, name_of, returned
 from fxoffload.liveness import Liveness, Storage, base_nodes, is_view, liveness, owner_of
 from fxoffload.pipeline import Context, Pass
@@ -49,7 +50,8 @@ def run(graph: fx.Graph, ctx: Context) -> tuple[Decision, ...]:
     if keep in ("costly", "blocks") and ctx.machine is not None:
         inside = {s for s in again if keep == "blocks" and _is_inside(values[s], blocks)}
         again -= set(_return_sooner({s: values[s] for s in again - inside}, ctx))
-        again -= inside - _cheapest({s: values[s] for s in inside}, closure, live, border, float(ctx.options.get("price", 1.0)), ctx)
+        for part, price in ((inside, float(ctx.options.get("price", 1.0))), (again - inside, 1.0)):
+            again -= part - _cheapest({s: values[s] for s in part}, closure, live, border, price, ctx)
     chosen = {name_of(node) for s, node in values.items() if s in again or node in closure}
     chosen -= ctx.kept_values | ctx.swapped_values
     chosen |= {name_of(v) for v in values.values() if name_of(v) in ctx.recomputed_values}
@@ -163,7 +165,7 @@ def is_cheap(node: fx.Node, bounds: Bounds) -> bool:
     name = getattr(getattr(source.target, "_schema", None), "name", "").split("::")[-1]
     if name in _COSTLY or not isinstance(source.target, torch._ops.OpOverload):
         return False
-    if is_random(source) or source.target.namespace != "aten":
+    if is_random(source) or (source.target.namespace != "aten" and source.target is not fused):
         return False
     return flops(source, bounds) == 0 and "attention" not in name
 

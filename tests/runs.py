@@ -75,8 +75,11 @@ def fault(row: Row, free: Row) -> str:
     return ""
 
 
-def rows(family: str, device: str, simulated: SimulatedDevice | None = None, fractions: tuple[float, ...] = FRACTIONS) -> Iterator[Row]:
-    """One Row per fraction, the first of them 1.0 and without a limit. On the simulated device each capacity is the budget."""
+def rows(
+    family: str, device: str, simulated: SimulatedDevice | None = None, fractions: tuple[float, ...] = FRACTIONS, **options: str,
+) -> Iterator[Row]:
+    """One Row per fraction, the first of them 1.0 and without a limit. On the simulated device each capacity is the budget. `options`: of
+    `fxoffload.compile`."""
     make = FAMILIES[family]
     _start(simulated, None)
     expected = plain_run(make, torch.device(device))
@@ -90,7 +93,7 @@ def rows(family: str, device: str, simulated: SimulatedDevice | None = None, fra
         base = _start(simulated, None if free is None else budget)
         try:
             with _autocast(case, device):
-                model = fxoffload.compile(case.model, case.batch, device=device, device_budget=budget)
+                model = fxoffload.compile(case.model, case.batch, device=device, device_budget=budget, **options)  # type: ignore[arg-type]
         except fxoffload.PlanError as refusal:
             assert alone is not None, refusal
             yield Row(family, device, fraction, budget, refused=str(refusal), op_alone_bytes=alone(_named_op(refusal)))

@@ -15,10 +15,12 @@ import torch.fx as fx
 
 from .. import ops
 from ..effects import Alloc, Tier
+from ..fusion import fused
 from ..graph import root_of, tensors_in
 from ..layout import part_of
 from ..torch_compat import boxed_codegen, keeps_graph
 from .device_arena import DeviceArena
+from .fused import fused_call
 from .placed import ALONE, LoadedThere, placed_call, places
 from .replay import Recordings, Replay
 from .transfers import SynchronousEngine, StreamEngine
@@ -103,6 +105,8 @@ def _lower(
         new[node] = lowered.node_copy(node, lambda n: new[n])
         new[node].meta = {}
         _bind(new[node], engine)
+        if node.target is fused and node not in offsets:
+            new[node].target = fused_call(node)
         if node in offsets and arena is not None:
             new[node].target = _placed(node, new[node].target, offsets[node], arena)
         if observe is not None and _gives_device_bytes(node):

@@ -12,7 +12,9 @@ from ..graph import info
 from ..liveness import owner_of
 from ..memory_map import COPIES
 from ..out_variants import OutVariant, out_variant
+from ..fusion import fused
 from .device_arena import DeviceArena
+from .fused import fused_call
 
 # The index of a result that is no tuple's element.
 ALONE = -1
@@ -34,6 +36,8 @@ def places(graph: fx.Graph) -> dict[fx.Node, dict[int, int]]:
 
 def placed_call(node: fx.Node, offsets: Mapping[int, int], arena: DeviceArena) -> Callable[..., object]:
     """What to call instead of an ATen op's, or one of our ops', target."""
+    if node.target is fused:
+        return fused_call(node, offsets, arena)
     variant = out_variant(node.target)
     if variant is not None:
         return WrittenThere(variant, node.meta["val"], offsets, arena)

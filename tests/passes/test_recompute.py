@@ -55,8 +55,32 @@ return ((%x), (%i))
 
 def test_what_returns_sooner_than_it_is_made_is_saved_on_a_machine_that_is_known() -> None:
     assert decided(NORM, "costly") == ["square", "mean", "root", "y", "z"]
-    assert decided(NORM, "costly", "h200") == ["square", "y", "z"]
+    assert decided(NORM, "costly", "h200") == ["y", "z"]  # the square is read by nothing that is made again
     assert decided(NORM, "inputs", "h200") == ["square", "mean", "root", "y", "z"]
+
+
+SUMS = """\
+graph "sums"
+%x: bf16[4096,4096] = input {role=batch}
+%w: bf16[4096,4096] = input {role=parameter, fqn="w"}
+%v: bf16[4096,4096] = input {role=parameter, fqn="v"}
+%t: bf16[4096,4096] = input {role=tangent}
+%a: bf16[4096,4096] = aten.mm %x, %w
+%b: bf16[4096,4096] = aten.mm %x, %v
+%sum: bf16[4096,4096] = aten.add.Tensor %a, %b
+%wide: f32[4096,4096] = aten._to_copy %sum, dtype=f32
+%y: bf16[4096,4096] = aten.relu %sum
+fxo.backward
+%g: f32[4096,4096] = aten.mul.Tensor %wide, %wide
+%h: bf16[4096,4096] = aten._to_copy %g, dtype=bf16
+%i: bf16[4096,4096] = aten.mul.Tensor %h, %y
+return ((%x), (%i))
+"""
+
+
+def test_of_what_is_cheap_to_make_the_fewest_bytes_are_saved() -> None:
+    """Not the two products, from which all the rest could be made, but their sum."""
+    assert decided(SUMS, "costly", "h200") == ["wide", "y"]
 
 
 def recomputed(lines: str, *values: str) -> tuple[object, object]:

@@ -1,0 +1,183 @@
+"""Fused programs as kernels: Inductor compiles each program once per form of its operands, and it writes where its results are to lie.
+
+A program is one kernel without memory of its own, or it is refused: what it takes is in no plan.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import operator
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import sympy
+import torch
+import torch.fx as fx
+
+from ..errors import PlanError
+from ..fusion import program, run_program
+from ..graph import name_of
+from ..text_words import expr_of
+from ..torch_compat import compiled_by_inductor, has_inductor, shape_env_of
+from .device_arena import DeviceArena
+
+log = logging.getLogger("fxoffload")
+
+Kernel = Callable[[list[Any]], object]
+Layout = tuple[tuple[int, ...], tuple[int, ...]]
+
+# Kernels of programs without symbols, and per ShapeEnv of those with: a kernel is made for what is known of its symbols.
+_STATIC: dict[object, Kernel] = {}
+_SYMBOLIC: weakref.WeakKeyDictionary[Any, dict[object, Kernel]] = weakref.WeakKeyDictionary()
+_told: set[str] = set()
+
+
+def fused_call(node: fx.Node, offsets: Mapping[int, int] = {}, arena: DeviceArena | None = None) -> Callable[..., Sequence[torch.Tensor]]:
+    """What to call in a `fxo.fused` node's place. `offsets`: of the results that lie in the arena, by their index.
+
+    Where Inductor has no backend for the device the program runs op by op, which is logged. Raises PlanError for a program that is more than
+    one kernel on an accelerator.
+    """
+    device = node.meta["val"][0].device
+    if has_inductor(device):
+        return FusedCall(_Form(node), offsets, arena)
+    if device.type not in _told:
+        _told.add(device.type)
+        log.warning("Inductor has no backend for %s: fused programs run op by op", device.type)
+    return run_program if arena is None else _RunThere(offsets, arena)
+
+
+class _RunThere:
+    """A program op by op, its results copied to their places."""
+
+    def __init__(self, offsets: Mapping[int, int], arena: DeviceArena) -> None:
+        self.__name__ = self.__qualname__ = "fused"
+        self.__module__ = __name__
+        self._offsets, self._arena = offsets, arena
+
+    def __call__(self, values: Sequence[torch.Tensor], text: str, sizes: Sequence[int]) -> list[torch.Tensor]:
+        made = run_program(values, text, sizes)
+        return [
+            self._arena.strided(self._offsets[i], v.shape, v.stride(), v.dtype).copy_(v) if i in self._offsets else v
+            for i, v in enumerate(made)]
+
+
+class FusedCall:
+    """A call of a program's kernel."""
+
+    def __init__(self, form: _Form, offsets: Mapping[int, int], arena: DeviceArena | None) -> None:
+        self.__name__ = self.__qualname__ = "fused"
+        self.__module__ = __name__
+        self._kernel, self._layouts, self._arena = form.kernel(), form.layouts(), arena
+        self._numbers = form.symbolic_sizes
+        self._results = tuple((offsets.get(i), v.dtype, v.device) for i, v in enumerate(form.results))
+
+    def __call__(self, values: Sequence[torch.Tensor], text: str, sizes: Sequence[int]) -> list[torch.Tensor]:
+        outs = []
+        for (offset, dtype, device), (shape, stride) in zip(self._results, self._layouts(values, sizes)):
+            if offset is None or self._arena is None:
+                outs.append(torch.empty_strided(shape, stride, dtype=dtype, device=device))
+            else:
+                outs.append(self._arena.strided(offset, shape, stride, dtype))
+        self._kernel([*values, *(sizes[i] for i in self._numbers), *outs])
+        return outs
+
+
+class _Form:
+    """A fused node's program with the fake values of its operands and results."""
+
+    def __init__(self, node: fx.Node) -> None:
+        operands, self.text, sizes = cast("tuple[Sequence[fx.Node], str, Sequence[Any]]", node.args)
+        self.name = name_of(node)
+        self.operands: list[torch.Tensor] = [o.meta["val"] for o in operands]
+        self.sizes = [s.meta["val"] if isinstance(s, fx.Node) else s for s in sizes]
+        self.results: list[torch.Tensor] = list(node.meta["val"])
+        self.symbolic_sizes = [i for i, s in enumerate(self.sizes) if not isinstance(s, int)]
+
+    def kernel(self) -> Kernel:
+        """The kernel, compiled where none is known for this form."""
+        env = shape_env_of(self._inputs())
+        known = _STATIC if env is None else _SYMBOLIC.setdefault(env, {})
+        key = self._key()
+        if key not in known:
+            known[key] = self._compiled()
+        return known[key]
+
+    def _key(self) -> object:
+        described = [(str(v.dtype), v.device, tuple(_words(v.shape)), tuple(_words(v.stride())), _offset(v)) for v in (*self.operands, *self.results)]
+        return self.text, tuple(described), tuple(_words(self.sizes))
+
+    def _inputs(self) -> list[Any]:
+        return [*self.operands, *(self.sizes[i] for i in self.symbolic_sizes), *self.results]
+
+    def _compiled(self) -> Kernel:
+        n, run, sizes = len(self.operands), program(self.text), list(self.sizes)
+
+        def body(*inputs: Any) -> tuple[()]:
+            given = list(sizes)
+            for i, number in zip(self.symbolic_sizes, inputs[n:]):
+                given[i] = number
+            outs = inputs[n + len(self.symbolic_sizes) :]
+            for out, made in zip(outs, run(*inputs[:n], *given), strict=True):
+                out.copy_(made)
+            return ()
+
+        kernel, n_kernels, n_allocations = compiled_by_inductor(body, self._inputs())
+        if self.results[0].device.type != "cpu" and (n_kernels != 1 or n_allocations):
+            raise PlanError(
+                f"{self.name}: Inductor makes {n_kernels} kernels and {n_allocations} allocations of a program that is planned as one kernel "
+                f'without memory of its own; use executor="eager", and report this program: {self.text}')
+        return kernel
+
+    def layouts(self) -> Callable[[Sequence[torch.Tensor], Sequence[int]], Sequence[Layout]]:
+        """A function of operands and sizes that gives each result's shape and stride."""
+        wanted = [expr_of(n) for v in self.results for n in (*v.shape, *v.stride())]
+        if all(isinstance(n, int) for n in wanted):
+            fixed = self._grouped(cast("list[int]", wanted))
+            return lambda values, sizes: fixed
+        where: dict[sympy.Symbol, Callable[[Sequence[torch.Tensor], Sequence[int]], int]] = {}
+        for i, v in enumerate(self.operands):
+            for d, size in enumerate(v.shape):
+                expr = expr_of(size)
+                if isinstance(expr, sympy.Symbol):
+                    where.setdefault(expr, functools.partial(_size_of, i, d))
+        for i in self.symbolic_sizes:
+            expr = expr_of(self.sizes[i])
+            if isinstance(expr, sympy.Symbol):
+                where.setdefault(expr, functools.partial(_number, i))
+        free = sorted(set().union(*(n.free_symbols for n in wanted if not isinstance(n, int))), key=str)
+        missing = [s for s in free if s not in where]
+        if missing:
+            raise PlanError(f'{self.name}: no operand has the size {missing[0]} of its results; use executor="eager"')
+        evaluate = sympy.lambdify(free, wanted, modules=[_FUNCTIONS, "math"])
+        reads = [where[s] for s in free]
+        return lambda values, sizes: self._grouped([int(n) for n in evaluate(*(read(values, sizes) for read in reads))])
+
+    def _grouped(self, numbers: Sequence[int]) -> list[Layout]:
+        found, at = [], 0
+        for v in self.results:
+            shape, stride = numbers[at : at + v.dim()], numbers[at + v.dim() : at + 2 * v.dim()]
+            found.append((tuple(shape), tuple(stride)))
+            at += 2 * v.dim()
+        return found
+
+
+_FUNCTIONS = {"FloorDiv": operator.floordiv, "Mod": operator.mod, "PythonMod": operator.mod, "CleanDiv": operator.floordiv}
+
+
+def _size_of(operand: int, dim: int, values: Sequence[torch.Tensor], sizes: Sequence[int]) -> int:
+    return values[operand].shape[dim]
+
+
+def _number(i: int, values: Sequence[torch.Tensor], sizes: Sequence[int]) -> int:
+    return sizes[i]
+
+
+def _words(sizes: Sequence[Any]) -> list[str]:
+    return [str(expr_of(n)) for n in sizes]
+
+
+def _offset(value: torch.Tensor) -> str:
+    return str(expr_of(value.storage_offset()))

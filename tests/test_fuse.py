@@ -1,0 +1,78 @@
+"""executor="inductor": fused graphs plan, fit and train; op by op they give the bits of the ops they stand for, compiled they give its losses."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+
+import pytest
+import torch
+from runs import FRACTIONS, Row, fault, rows
+from zoo import FAMILIES, lora
+
+import fxoffload
+from fxoffload.fusion import fused, run_program
+from fxoffload.testing.simulated_device import SimulatedDevice
+
+_QUICK = ("lora", "gpt2")
+
+
+def unlike(row: Row, free: Row) -> str:
+    """`fault`, but a loss in chunks may have other bits."""
+    found = fault(row, free)
+    return "" if found.startswith("other bits") and (row.decisions or {}).get("chunk") else found
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("family", [*_QUICK, *(pytest.param(n, marks=pytest.mark.slow) for n in FAMILIES if n not in _QUICK)])
+def test_fused_programs_op_by_op_train_bit_equal_inside_the_budget(family: str, simulated_device: SimulatedDevice) -> None:
+    """The simulated device has no Inductor: programs run op by op."""
+    found = list(rows(family, "fxsim", simulated_device, (FRACTIONS[0], FRACTIONS[-1]), numerics="reordered", executor="inductor"))
+    assert len(found) == 2
+    for row in found:
+        assert not unlike(row, found[0]), (unlike(row, found[0]), row)
+
+
+@pytest.mark.integration
+def test_kernels_of_fused_programs_give_the_losses_of_plain_pytorch() -> None:
+    """Compiled for the CPU, sizes symbolic, a smaller batch among the steps."""
+    plain = lora()
+    model, batch = copy.deepcopy(plain.model), plain.batch
+    fxoffload.compile(model, batch, device="cpu", device_budget="1GiB", numerics="reordered", executor="inductor")
+    graph = next(iter(model.fxoffload.graphs.values()))  # type: ignore[union-attr]
+    calls = Counter(node.args[1] for node in graph.find_nodes(op="call_function", target=fused))
+    assert sum(calls.values()) > len(calls) and max(calls.values()) > 1, "two layers share their programs"
+    losses: list[list[float]] = []
+    for one in (plain.model, model):
+        optimizer = torch.optim.AdamW([p for p in one.parameters() if p.requires_grad], lr=1e-2)
+        losses.append([])
+        for step in range(6):
+            given = {k: v[:1] if step == 3 else v for k, v in batch.items()}
+            loss = one(**given).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[-1].append(loss.item())
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
+    model.fxoffload.close()  # type: ignore[union-attr, operator]
+
+
+def test_a_plan_for_one_executor_is_none_for_the_other() -> None:
+    made = lora()
+    plan = fxoffload.plan(made.model, made.batch, device_budget="1GiB", machine="h200", numerics="reordered", executor="inductor")
+    with pytest.raises(fxoffload.PlanError, match="does not cover"):
+        fxoffload.compile(
+            made.model, made.batch, device="cpu", device_budget="1GiB", numerics="reordered", machine="h200", plan=plan, replan=False)
+
+
+def test_inductor_needs_reordered_numerics() -> None:
+    made = lora()
+    with pytest.raises(ValueError, match='executor: "inductor".*reordered'):
+        fxoffload.compile(made.model, made.batch, device="cpu", device_budget="1GiB", executor="inductor")
+
+
+def test_a_program_runs_as_it_reads() -> None:
+    x = torch.randn(3, 4)
+    text = "%a0 = input; %s0 = input; %v0 = aten.mul.Tensor %a0, 2.0; %v1 = aten.reshape %v0, [%s0, 2]; return [%v0, %v1]"
+    doubled, turned = run_program([x], text, [6])
+    assert torch.equal(doubled, x * 2) and turned.shape == (6, 2)
