@@ -45,7 +45,7 @@ class Row:
 
 
 _L1 = Row("L1", "8B", "lora", 4, 2048, 24 * GIB, (*OURS, *RESIDENT, *STREAMED, *DEEPCOMPILE))
-_BELOW_WEIGHTS = (*OURS, "liger-checkpoint", "liger-tuned", *STREAMED, "deepcompile-offload-parameters")
+_BELOW_WEIGHTS = (*OURS, "liger-checkpoint", "liger-tuned", *STREAMED)
 _LONG = (*OURS, "liger-checkpoint@none", "liger-tuned@none", "liger-checkpoint", "liger-checkpoint-offload", "fsdp2-liger", "zero3-liger")
 ROWS: Mapping[str, Row] = {row.name: row for row in (
     _L1,
@@ -55,7 +55,7 @@ ROWS: Mapping[str, Row] = {row.name: row for row in (
         timed=5),
     Row("L4", "8B", "lora", 1, 512, None, (*OURS, "plain", "compile", "compile-cudagraphs", "liger"), warm=8, timed=20),
     Row("L5-16k", "8B", "lora", 1, 16384, 24 * GIB, _LONG, timed=5),
-    Row("L5-64k", "8B", "lora", 1, 65536, 24 * GIB, _LONG, timed=5),
+    Row("L5-64k", "8B", "lora", 1, 65536, 24 * GIB, _LONG, warm=3, timed=5),
     Row("F1", "3B", "full", 4, 2048, 24 * GIB, (*OURS, "liger-checkpoint", "liger-tuned", "fsdp2", "fsdp2-liger", "fsdp2-liger-tuned", "zero3",
                                                 "zero3-liger", "deepcompile-offload-parameters", "liger@none"), timed=5),
 )}

@@ -8,7 +8,7 @@ Every peer builds the same weights, takes the same batch and trains with AdamW's
 `torch.cuda.set_per_process_memory_fraction`, of bytes that the caching allocator reserves, set before the model is loaded; "@none"
 behind a peer's name lifts it. A step is forward, backward, optimizer's step and zeroing, by the clock between synchronizations, median of
 the timed ones. The file is written after every peer, and one that is there already keeps its other rows. A peer that cannot run is a row
-with its message; so is one that takes longer than --limit-s. After --total-s no peer is started, and those left have no row.
+with its message; so is one that takes longer than --limit-s. What --total-s cuts off or leaves over has no row.
 `host_rss_peak_bytes` counts loading too. Exit status 1 if a row of ours is an error.
 """
 
@@ -23,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import uuid
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -42,6 +43,10 @@ ENVIRONMENT = {
     "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
 # Where DeepSpeed builds its C++ ops, once for all peers of a machine.
 EXTENSIONS = Path(tempfile.gettempdir()) / "fxoffload-peers-extensions"
+# In the environment of all processes of a peer.
+MARK = "FXOFFLOAD_PEER"
+# A peer is not started for less.
+LEAST_S = 30
 UNCAPPED = "@none"
 # Characters of a failed peer's output that its row keeps.
 TAIL = 1500
@@ -65,11 +70,12 @@ def main() -> int:
     done: list[dict[str, Any]] = []
     for row, name in runs(parser, chosen.row, chosen.peers):
         left_s = chosen.total_s - (time.perf_counter() - started)
-        if left_s <= 0:
-            print(f"no time left for {name} on {row.name}", flush=True)
+        measured = None if left_s < LEAST_S else started_alone(row, name, chosen.device, chosen.tiny, min(chosen.limit_s, left_s))
+        if measured is None or (measured["process_s"] >= left_s and "error" in measured):
+            print(f"{row.name:7s} {name}: no time left", flush=True)
             continue
-        done.append(started_alone(row, name, chosen.device, chosen.tiny, min(chosen.limit_s, left_s)))
-        print(line(done[-1]), flush=True)
+        done.append(measured)
+        print(line(measured), flush=True)
         if chosen.out is not None:
             write(chosen.out, done)
     return int(any("error" in one for one in done if one["peer"].startswith("fxoffload")))
@@ -110,31 +116,32 @@ def started_alone(row: Row, name: str, device: str, tiny: bool, limit_s: float) 
 
 def ended(command: Sequence[str], env: dict[str, str], log: Path, limit_s: float) -> int | None:
     """Exit status of the command, None when it was stopped after `limit_s`; its output is in `log`."""
+    token = uuid.uuid4().hex
     with log.open("w") as file:
-        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=env, cwd=ROOT, start_new_session=True)
+        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env={**env, MARK: token}, cwd=ROOT)
         try:
             return process.wait(limit_s)
         except subprocess.TimeoutExpired:
             return None
         finally:
-            stop(process)
+            stop(token)
+            process.wait()
 
 
-def stop(process: subprocess.Popen[bytes]) -> None:
-    """Ends what is left of the process's own session: the compilers that it started too, which have groups of their own."""
-    while left := [one for one in psutil.process_iter() if session_of(one.pid) == process.pid and one.status() != psutil.STATUS_ZOMBIE]:
+def stop(token: str) -> None:
+    """Ends the processes that were started with the token, and those that they started: builders put theirs into groups of their own."""
+    while left := [one for one in psutil.process_iter() if is_marked(one, token)]:
         for one in left:
             with contextlib.suppress(psutil.NoSuchProcess):
                 one.kill()
         time.sleep(0.05)
-    process.wait()
 
 
-def session_of(pid: int) -> int | None:
+def is_marked(process: psutil.Process, token: str) -> bool:
     try:
-        return os.getsid(pid)
-    except ProcessLookupError:
-        return None
+        return process.environ().get(MARK) == token
+    except (psutil.NoSuchProcess, psutil.AccessDenied):  # gone, or another user's
+        return False
 
 
 def environment() -> dict[str, str]:

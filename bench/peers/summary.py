@@ -2,8 +2,8 @@
 
     python bench/peers/summary.py FILE ... [--table peers.md] [--picture peers.svg]
 
-Of a row that is in several files the last file's counts. The picture: step seconds against the cap, a panel per workload; a cross says that a
-peer did not run there.
+Of a row that is in several files the last file's counts. The picture: step seconds by cap, a panel per workload; a cross says that a peer
+did not run there.
 """
 
 from __future__ import annotations
@@ -111,20 +111,19 @@ def _cells(words: Sequence[str]) -> str:
 
 # The picture ----------------------------------------------------------------------------------------------------------
 
-_WIDTH, _HEIGHT = 960, 340
-_LEFT, _RIGHT, _TOP, _BOTTOM, _LEGEND = 66, 18, 62, 44, 300
-_OURS, _PEERS = ("#2a78d6", "#1baf7a"), ("#eda100", "#c2417c", "#8c7fc4", "#d0653b", "#3aa7a0", "#6b7280", "#9b7a2f", "#b04bd0")
-_SIGNS = ("M-4 0a4 4 0 1 0 8 0a4 4 0 1 0-8 0z", "M-4-4h8v8h-8z", "M0-5l5 9h-10z")
+_WIDTH, _NAMES, _RIGHT, _TOP, _LINE = 960, 236, 12, 62, 22
+# Beside a bar stands its number.
+_NUMBER = 62
 _STYLE = """
 text{font:13px system-ui,-apple-system,"Segoe UI",Roboto,sans-serif;fill:#5c616b}.t{font-size:15px;font-weight:600;fill:#16181d}
-.bg{fill:#fff}.grid{stroke:#e4e2db}
-@media (prefers-color-scheme:dark){text{fill:#a8adb8}.t{fill:#eceef2}.bg{fill:#1c1e22}.grid{stroke:#2f3238}}
+.bg{fill:#fff}.grid{stroke:#e4e2db}.ours{fill:#2a78d6}.peer{fill:#c9c6bc}
+@media (prefers-color-scheme:dark){text{fill:#a8adb8}.t{fill:#eceef2}.bg{fill:#1c1e22}.grid{stroke:#2f3238}.ours{fill:#4a92ea}.peer{fill:#55565a}}
 """
 
 
 @dataclass(frozen=True)
 class _Panel:
-    """One workload: its caps side by side, the seconds upwards."""
+    """One workload: a line for each who ran it, a column for each cap, in it bars as long as their seconds."""
 
     rows: Sequence[Row]
 
@@ -137,72 +136,49 @@ class _Panel:
     def peers(self) -> list[str]:
         """Ours first, then by their fastest; those that ran nowhere last."""
         best = {peer: min(row.get("step_s", float("inf")) for row in self.rows if row["peer"] == peer) for peer in {r["peer"] for r in self.rows}}
-        return sorted(best, key=lambda peer: (not peer.startswith("fxoffload"), best[peer], peer))
+        return sorted(best, key=lambda peer: (not _is_ours(peer), best[peer], peer))
 
     @property
     def height(self) -> int:
-        return max(_HEIGHT, 60 + 19 * len(self.peers))
-
-    @property
-    def top_s(self) -> float:
-        return max((row.get("step_s", 0.0) for row in self.rows), default=0.0) * 1.08 or 1.0
-
-    def x(self, row: Row) -> float:
-        """Peers of one cap stand beside each other, in the order of the legend."""
-        column = (_WIDTH - _LEFT - _RIGHT - _LEGEND) / len(self.caps)
-        within = (self.peers.index(row["peer"]) + 1) / (len(self.peers) + 1)
-        return _LEFT + column * (self.caps.index(row["cap_bytes"]) + within)
-
-    def y(self, seconds: float) -> float:
-        return self.height - _BOTTOM - seconds / self.top_s * (self.height - _BOTTOM - _TOP)
-
-    def look(self, peer: str) -> tuple[str, str]:
-        """Colour and sign of a peer."""
-        if peer.startswith("fxoffload"):
-            return _OURS[peer.endswith("reordered")], _SIGNS[0]
-        number = [p for p in self.peers if not p.startswith("fxoffload")].index(peer)
-        return _PEERS[number % len(_PEERS)], _SIGNS[1 + number // len(_PEERS) % 2]
+        return _TOP + _LINE * len(self.peers) + 24
 
     def parts(self) -> Iterator[str]:
-        """Title, grid, signs and legend."""
-        yield f'<text class="t" x="{_LEFT}" y="24">{escape(title(self.rows[0]))}</text>'
-        yield f'<text x="{_LEFT}" y="44">seconds per step; \u00d7 did not run</text>'
-        for i in range(6):
-            seconds = self.top_s * i / 5
-            at = f"{self.y(seconds):.1f}"
-            yield f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT - _LEGEND}" y1="{at}" y2="{at}"/>'
-            yield f'<text x="{_LEFT - 8}" y="{self.y(seconds) + 4:.1f}" text-anchor="end">{seconds:.2g} s</text>'
-        column = (_WIDTH - _LEFT - _RIGHT - _LEGEND) / len(self.caps)
+        """Title, caps, names and bars."""
+        column = (_WIDTH - _NAMES - _RIGHT) / len(self.caps)
+        s_per_pixel = (max((row.get("step_s", 0.0) for row in self.rows), default=0.0) or 1.0) / (column - _NUMBER)
+        yield f'<text class="t" x="12" y="24">{escape(title(self.rows[0]))}: seconds per step</text>'
         for i, limit in enumerate(self.caps):
-            words = "no cap" if limit is None else f"cap {limit / GIB:g} GiB"
-            yield f'<text x="{_LEFT + column * (i + 0.5):.1f}" y="{self.height - 18}" text-anchor="middle">{words}</text>'
-        for row in self.rows:
-            yield self._sign(row)
+            left, words = _NAMES + column * i, "no cap" if limit is None else f"cap {limit / GIB:g} GiB"
+            yield f'<text x="{left:.1f}" y="50">{words}</text>'
+            yield f'<line class="grid" x1="{left:.1f}" x2="{left:.1f}" y1="{_TOP - 4}" y2="{self.height - 20}"/>'
         for i, peer in enumerate(self.peers):
-            colour, sign = self.look(peer)
-            left, down = _WIDTH - _LEGEND + 6, 40 + 19 * i
-            yield f'<path transform="translate({left},{down})" d="{sign}" fill="{colour}"/><text x="{left + 14}" y="{down + 4}">{escape(peer)}</text>'
+            yield f'<text x="{_NAMES - 10}" y="{_TOP + _LINE * i + 14}" text-anchor="end">{escape(peer)}</text>'
+        for row in self.rows:
+            yield _bar(row, _NAMES + column * self.caps.index(row["cap_bytes"]), _TOP + _LINE * self.peers.index(row["peer"]), s_per_pixel)
 
-    def _sign(self, row: Row) -> str:
-        colour, sign = self.look(row["peer"])
-        if "error" in row:
-            drawn, at, told = f'd="M-4-4l8 8m0-8l-8 8" stroke="{colour}" stroke-width="2" fill="none"', _TOP - 8.0, row["error"][:_WORDS]
-        else:
-            drawn, at, told = f'd="{sign}" fill="{colour}"', self.y(row["step_s"]), f"{row['step_s']:.4f} s"
-        words = escape(f"{row['peer']}, cap {cap(row)}: {told}")
-        return f'<path transform="translate({self.x(row):.1f},{at:.1f})" {drawn}><title>{words}</title></path>'
+
+def _bar(row: Row, left: float, top: float, s_per_pixel: float) -> str:
+    """Seconds as a bar and a number; of a peer that did not run a cross, whose tooltip says why."""
+    if "error" in row:
+        return f'<text x="{left + 6:.1f}" y="{top + 14}">\u00d7<title>{escape(row["error"][:_WORDS])}</title></text>'
+    length, kind = row["step_s"] / s_per_pixel, "ours" if _is_ours(row["peer"]) else "peer"
+    bar = f'<rect class="{kind}" x="{left:.1f}" y="{top}" width="{length:.1f}" height="{_LINE - 5}"/>'
+    return f'{bar}<text x="{left + length + 6:.1f}" y="{top + 14}">{row["step_s"]:.3f} s</text>'
+
+
+def _is_ours(peer: str) -> bool:
+    return peer.startswith("fxoffload")
 
 
 def svg(rows: Sequence[Row]) -> str:
     """The picture, one self-contained text, both colour schemes."""
-    panels = [_Panel(group) for group in groups(rows, "shape", "trained", "batch", "length")]
     total, drawings = 0, ""
-    for panel in panels:
+    for panel in map(_Panel, groups(rows, "shape", "trained", "batch", "length")):
         drawings += f'<g transform="translate(0,{total})">{"".join(panel.parts())}</g>'
         total += panel.height
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {total}" width="{_WIDTH}" height="{total}" role="img"'
     background = f'<rect class="bg" width="{_WIDTH}" height="{total}"/>'
-    return f'{head} aria-label="Step seconds against cap"><style>{_STYLE}</style>{background}{drawings}</svg>\n'
+    return f'{head} aria-label="Step seconds by cap"><style>{_STYLE}</style>{background}{drawings}</svg>\n'
 
 
 if __name__ == "__main__":

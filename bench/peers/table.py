@@ -35,7 +35,8 @@ PEERS: Mapping[str, Peer] = {
     "fsdp2-liger": Peer("FSDP2 CPUOffloadPolicy, Liger's kernels, checkpointing, two blocks ahead", partial(fsdp2, liger=True, prefetch=2)),
     "fsdp2-liger-tuned": Peer("the same, checkpointing off on as many layers as fit", partial(fsdp2, liger=True, prefetch=2, tune=True)),
     "zero3": Peer("DeepSpeed ZeRO-3, parameters and optimizer on the host, checkpointing", zero3),
-    "zero3-liger": Peer("the same, Liger's kernels", partial(zero3, liger=True)),
+    "zero3-small-buckets": Peer("the same with DeepSpeed's default bucket sizes, a quarter", partial(zero3, buckets=1)),
+    "zero3-liger": Peer("ZeRO-3 as above, Liger's kernels", partial(zero3, liger=True)),
     "deepcompile": Peer("DeepCompile over ZeRO-3", deepcompile, _DEEPCOMPILE_WARM, _DEEPCOMPILE),
     "deepcompile-offload-activation": Peer(
         "DeepCompile, activations to the host", partial(deepcompile, offload="activation"), _DEEPCOMPILE_WARM, _DEEPCOMPILE),

@@ -30,7 +30,10 @@ class Task:
 
     def base(self, place: str) -> Any:
         """The model as it would be loaded, in training mode on `place`."""
-        return drawn(config_of(self.row.shape, use_cache=False), place).train()
+        model = drawn(config_of(self.row.shape, use_cache=False), place).train()
+        if self.device == "cuda":
+            torch.cuda.empty_cache()  # the weights were drawn there
+        return model
 
     def adapted(self, base: Any) -> Any:
         """What is trained: the base itself, or with LoRA. Its adapters too have the same values wherever the base lies, and none is zero,
