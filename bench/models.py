@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import peft
 import torch
 import transformers
 from torch import nn
@@ -52,6 +51,8 @@ def drawn(config: transformers.PretrainedConfig, device: str) -> Any:
 
 def with_lora(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     """The model in training mode with LoRA r=16 of `dtype` on all linears but the head, as PEFT initializes it."""
+    import peft  # takes longer to load than a small model to train
+
     torch.manual_seed(1)
     model = peft.get_peft_model(model, peft.LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM")).train()
     for parameter in model.parameters():

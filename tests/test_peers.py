@@ -29,7 +29,7 @@ ONE_LAYER_BYTES = 10
 def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """The tiny rows of one run, by peer. Liger's kernels cannot run on a CPU, whether they are installed or not."""
     out = tmp_path_factory.mktemp("peers") / "rows.json"
-    command = [sys.executable, str(ROOT / "bench" / "peers" / "run.py"), "--row", "L1", "--tiny", "--device", "cpu", "--peers",
+    command = [sys.executable, str(ROOT / "bench" / "peers" / "run.py"), "--row", "F1", "--tiny", "--device", "cpu", "--peers",
                "plain@none,checkpoint,liger", "--out", str(out)]
     subprocess.run(command, check=True, capture_output=True, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
     return {row["peer"]: row for row in json.loads(out.read_text())["rows"]}
@@ -38,7 +38,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, An
 @pytest.mark.integration
 def test_every_peer_of_a_run_has_a_row_with_all_fields(measured: dict[str, dict[str, Any]]) -> None:
     assert list(measured) == ["plain", "checkpoint", "liger"]
-    assert measured["plain"]["cap_bytes"] is None and measured["checkpoint"]["cap_bytes"] == ROWS["L1"].cap_bytes
+    assert measured["plain"]["cap_bytes"] is None and measured["checkpoint"]["cap_bytes"] == ROWS["F1"].cap_bytes
     for peer in ("plain", "checkpoint"):
         row = measured[peer]
         assert FIELDS <= row.keys()

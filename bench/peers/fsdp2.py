@@ -32,7 +32,7 @@ def fsdp2(task: Task, *, liger: bool = False, prefetch: int = 0, tune: bool = Fa
     base.model.rotary_emb.to(task.device)
     optimizer = adamw(model)
     step = loop(model, task.batch(), optimizer)
-    found = tuned(step, model, optimizer, task) if tune else None
+    found = tuned(step, model, optimizer, task, careful=True) if tune else None
     return Training(
         step, facts=lambda: {} if found is None else {"layers_not_checkpointed": found.layers, "tried": found.tried},
         close=dist.destroy_process_group)

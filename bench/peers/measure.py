@@ -66,8 +66,9 @@ def measured(peer: Peer, task: Task) -> dict[str, Any]:
     facts = dict(training.facts())
     last = task.row.warm + task.row.timed - 1  # of the steps that all peers take
     row = {
-        "precision": training.precision, "warm": warm, "timed": task.row.timed, "step_s": statistics.median(seconds[warm:]),
-        "step_s_all": seconds, "tokens_per_s": task.row.tokens / statistics.median(seconds[warm:]), "loss_first": losses[0], "loss_last": losses[last], "losses": losses,
+        "precision": training.precision, "warm": warm, "timed": task.row.timed,
+        "step_s": statistics.median(seconds[warm:]), "step_s_all": seconds,
+        "tokens_per_s": task.row.tokens / statistics.median(seconds[warm:]), "loss_first": losses[0], "loss_last": losses[last], "losses": losses,
         **card.peaks(facts.pop("pinned_bytes", 0)), "prepare_s": prepare_s, "facts": facts, "versions": versions(),
         "device": torch.cuda.get_device_name(0) if task.device == "cuda" else "cpu"}
     training.close()

@@ -146,7 +146,8 @@ def is_marked(process: psutil.Process, token: str) -> bool:
 
 def environment() -> dict[str, str]:
     path = [str(ROOT), str(ROOT / "bench"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {**os.environ, **ENVIRONMENT, "MASTER_PORT": str(free_port()), "TORCH_EXTENSIONS_DIR": str(EXTENSIONS), "PYTHONPATH": os.pathsep.join(path)}
+    own = {"MASTER_PORT": str(free_port()), "TORCH_EXTENSIONS_DIR": str(EXTENSIONS), "PYTHONPATH": os.pathsep.join(path)}
+    return {**os.environ, **ENVIRONMENT, **own}
 
 
 def free_port() -> int:

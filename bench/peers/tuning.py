@@ -14,6 +14,8 @@ from peers.task import Task, decoder_layers
 
 # Layers kept in the second attempt, from which the bytes of one are taken.
 _PROBE = 2
+# Share of the cap that what is allocated may take where the allocator's own losses must not end the run.
+_CAREFUL = 0.94
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +34,8 @@ class Tuned:
     tried: dict[int, float | None]
 
 
-def search(n_layers: int, limit_bytes: int, attempt: Callable[[int], Attempt | None]) -> Tuned:
-    """Attempts none and a few layers, then what their peaks say just fits, then up or down to the largest number that fits.
+def search(n_layers: int, limit_bytes: int, attempt: Callable[[int], Attempt | None], upwards: bool = True) -> Tuned:
+    """Attempts none and a few layers, then what their peaks say just fits, then up, if asked to, or down to the largest number that fits.
 
     The fastest of all attempts is taken: near the limit an allocator that must give back what it cached makes the largest slower. Raises
     MemoryError when not even checkpointing every layer fits.
@@ -51,7 +53,7 @@ def search(n_layers: int, limit_bytes: int, attempt: Callable[[int], Attempt | N
     n = _expected(n_layers, limit_bytes, probe, tried) if fits(probe) else 1
     while n > 0 and not fits(n):
         n -= 1
-    while n < n_layers and fits(n + 1):
+    while upwards and n < n_layers and fits(n + 1):
         n += 1
     fits(max(n - 1, 0))
     seconds = {layers: None if one is None else one.step_s for layers, one in sorted(tried.items())}
@@ -67,9 +69,10 @@ def _expected(n_layers: int, limit_bytes: int, probe: int, tried: dict[int, Atte
     return n_layers if each <= 0 else max(0, min(n_layers, int((limit_bytes - none.peak_bytes) / each)))
 
 
-def tuned(step: Callable[[], torch.Tensor], model: nn.Module, optimizer: torch.optim.Optimizer, task: Task) -> Tuned:
+def tuned(step: Callable[[], torch.Tensor], model: nn.Module, optimizer: torch.optim.Optimizer, task: Task, careful: bool = False) -> Tuned:
     """Sets the number of layers that is fastest within the task's cap (the card's memory without one). The steps that it takes to find
-    out leave no trace: their learning rate is 0, and the optimizer forgets them."""
+    out leave no trace: their learning rate is 0, and the optimizer forgets them. `careful`: stays a little below the cap, for what cannot go
+    on after it ran out of memory."""
     on_card = task.device == "cuda"
     layers = decoder_layers(model)
     limit = task.cap_bytes or (torch.cuda.get_device_properties(0).total_memory if on_card else 1 << 60)
@@ -90,7 +93,7 @@ def tuned(step: Callable[[], torch.Tensor], model: nn.Module, optimizer: torch.o
     rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["lr"] = 0.0
-    found = search(len(layers), limit, attempt)
+    found = search(len(layers), int(limit * _CAREFUL) if careful else limit, attempt, upwards=not careful)
     keep(found.layers)
     for group, rate in zip(optimizer.param_groups, rates):
         group["lr"] = rate
