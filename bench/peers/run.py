@@ -18,6 +18,7 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -48,8 +49,10 @@ MARK = "FXOFFLOAD_PEER"
 # A peer is not started for less.
 LEAST_S = 30
 UNCAPPED = "@none"
-# Characters of a failed peer's output that its row keeps.
+# Characters of a failed peer's output that are printed to standard error.
 TAIL = 1500
+# Where the packages of a machine lie is not what a message is about.
+FOLDERS = re.compile(r"/(?:[\w.+-]+/)+")
 
 
 def main() -> int:
@@ -110,7 +113,8 @@ def started_alone(row: Row, name: str, device: str, tiny: bool, limit_s: float) 
         text = log.read_text(errors="replace")
         said: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {"error": last_words(status, limit_s, text)}
     if "error" in said:
-        said["log"] = text[-TAIL:]
+        said["error"] = FOLDERS.sub("", said["error"])
+        print(text[-TAIL:], file=sys.stderr, flush=True)
     return {**head, **said, "process_s": took_s}
 
 
