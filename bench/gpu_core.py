@@ -30,6 +30,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 import peft
 import torch
 import transformers
+from models import batch, config_of, drawn, with_lora
 from torch import nn
 
 import fxoffload
@@ -38,38 +39,9 @@ from fxoffload.sizes import parse_bytes
 GIB = 2**30
 
 
-def config(layers: int) -> transformers.LlamaConfig:
-    return transformers.LlamaConfig(
-        hidden_size=4096, intermediate_size=14336, num_hidden_layers=layers, num_attention_heads=32, num_key_value_heads=8,
-        vocab_size=128256, max_position_embeddings=8192, rope_theta=500000.0, dtype=torch.bfloat16)
-
-
 def lora_model(layers: int, device: str, adapters: torch.dtype = torch.float32) -> nn.Module:
-    """A bf16 Llama with LoRA r=16 on all linears, random weights drawn on the card (the CPU would take minutes)."""
-    with torch.device("meta"):
-        model = transformers.LlamaForCausalLM(config(layers)).to(torch.bfloat16)
-    generator = torch.Generator("cuda").manual_seed(0)
-    model.to_empty(device=device)
-    for name, parameter in model.named_parameters():
-        if "norm" in name:
-            parameter.data.fill_(1.0)
-        else:
-            drawn = torch.empty(parameter.shape, dtype=torch.bfloat16, device="cuda").normal_(0, 0.02, generator=generator)
-            parameter.data.copy_(drawn)
-            del drawn
-    rotary = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(config(layers))
-    model.model.rotary_emb = rotary.to(device)
-    torch.manual_seed(1)
-    model = peft.get_peft_model(model, peft.LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM")).train()
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.data = parameter.data.to(adapters)
-    return model
-
-
-def batch(size: int, length: int, device: str) -> dict[str, torch.Tensor]:
-    ids = torch.randint(0, 128256, (size, length), generator=torch.Generator().manual_seed(0)).to(device)
-    return {"input_ids": ids, "labels": ids}
+    """A bf16 Llama of 8B width with LoRA r=16 on all linears, random weights."""
+    return with_lora(drawn(config_of("8B", num_hidden_layers=layers, max_position_embeddings=8192), device), adapters)
 
 
 def steps(model: nn.Module, data: dict[str, torch.Tensor], n: int) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
