@@ -15,13 +15,15 @@ from peers.task import Task, Training, adamw, loop
 UNCAPPED_SHARE = 0.9
 
 
-def ours(task: Task, *, numerics: str) -> Training:
+def ours(task: Task, *, numerics: str, executor: str = "eager") -> Training:
     """The model is loaded on the host and compiled for the cap; the loop is everybody's."""
     import fxoffload
 
     model: Any = task.model("cpu")
     started = time.perf_counter()
-    fxoffload.compile(model, task.batch("cpu"), device=task.device, device_budget=_budget(task), numerics=numerics, optimizer="adamw_torch_fused")
+    fxoffload.compile(
+        model, task.batch("cpu"), device=task.device, device_budget=_budget(task), numerics=numerics, executor=executor,
+        optimizer="adamw_torch_fused")
     compile_s = time.perf_counter() - started
     n_steps = 0
     step_once = loop(model, task.batch(), adamw(model))

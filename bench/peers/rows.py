@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 GIB = 2**30
 # Ours first, then what a peer does best: a run that is cut off has the rows that decide.
-OURS = ("fxoffload-bitwise", "fxoffload-reordered")
+OURS = ("fxoffload-bitwise", "fxoffload-reordered", "fxoffload-inductor")
 # Everything lies on the card: what fits no cap runs uncapped too, as the bar of no limit at all.
 RESIDENT = ("plain@none", "compile@none", "liger@none", "plain", "compile", "checkpoint", "checkpoint-offload", "liger", "liger-checkpoint",
             "liger-tuned", "liger-checkpoint-offload", "liger-save-on-cpu", "compile-offload")

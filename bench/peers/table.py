@@ -45,4 +45,5 @@ PEERS: Mapping[str, Peer] = {
         "DeepCompile, parameters and optimizer on the host", partial(deepcompile, offload="parameters"), _DEEPCOMPILE_WARM, _DEEPSPEED),
     "fxoffload-bitwise": Peer('fxoffload, numerics="bitwise"', partial(ours, numerics="bitwise")),
     "fxoffload-reordered": Peer('fxoffload, numerics="reordered"', partial(ours, numerics="reordered")),
+    "fxoffload-inductor": Peer('fxoffload, numerics="reordered", executor="inductor"', partial(ours, numerics="reordered", executor="inductor")),
 }
