@@ -149,7 +149,7 @@ def bucketed(schedule: Schedule, found: Scan, used: Bytes, limit_bytes: int = GR
         copies.append(Copy(position[load.start], (last or 0) + 1, load.storage.n_bytes, kind))
     merged: dict[Load, Load] = {}
     for bucket, group in enumerate(groups_of(copies, used, limit_bytes)):
-        merged |= {loads[i]: replace(loads[i], start=loads[group[0]].start, bucket=bucket) for i in group}
+        merged |= {loads[i]: loads[i]._replace(start=loads[group[0]].start, bucket=bucket) for i in group}
     return replace(found, loads=[merged.get(load, load) for load in found.loads])
 
 

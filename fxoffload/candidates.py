@@ -17,7 +17,7 @@ from .overlap import Rates, overlapped, schedule_s, stalls_s, used_bytes
 from .pipeline import Option
 from .plans import Decision, GraphPlan, Prediction, Recompute
 from .problem import Parameter, Problem, apply, decide, outside_bytes, place_parameters
-from .spill import Ground, Scan, Schedule
+from .spill import NEVER, Ground, Scan, Schedule
 
 # The rewrites that plan-swap must see done.
 BEFORE_SWAPS = ("sink-gradients", "insert-checkpoint", "recompute")
@@ -49,7 +49,7 @@ class Recipe:
 class Recomputation:
     """A recipe applied: the decisions, the schedule of the graph they give, and what bounds its seconds whatever resides.
 
-    `must`: what resides at least, with its ground; `grounds`, `gaps`: of each resident set that was asked for.
+    `must`: what resides at least, with its ground; `grounds`, `gaps`, `outside`, `least`: of each resident set that was asked for.
     """
 
     recipe: Recipe
@@ -60,12 +60,26 @@ class Recomputation:
     needs: Needs
     grounds: dict[frozenset[str], Ground] = field(default_factory=dict)
     gaps: dict[frozenset[str], Gaps] = field(default_factory=dict)
+    outside: dict[frozenset[str], int] = field(default_factory=dict)
+    least: dict[frozenset[str], int] = field(default_factory=dict)
 
     def ground(self, resident: frozenset[str]) -> Ground:
         """The Ground of the resident set, made once."""
         if resident not in self.grounds:
             self.grounds[resident] = self.schedule.ground(resident)
         return self.grounds[resident]
+
+    def outside_bytes(self, problem: Problem, resident: frozenset[str]) -> int:
+        """Device bytes beside the graph's inputs and values with that resident set, counted once."""
+        if resident not in self.outside:
+            self.outside[resident] = problem.fixed_bytes + outside_bytes(problem, resident)
+        return self.outside[resident]
+
+    def is_short(self, problem: Problem, resident: frozenset[str], live_bytes: int) -> bool:
+        """Whether it is known without a scan that there is no room in so many live bytes beside what is outside."""
+        if resident not in self.least:
+            self.least[resident] = self.schedule.least_bytes(self.ground(resident), problem.context.kept_values)
+        return live_bytes < self.least[resident]
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +132,7 @@ def recomputed(problem: Problem, recipe: Recipe, decisions: tuple[Decision, ...]
 
 def least_s(problem: Problem, recomputation: Recomputation, budget_bytes: int, decisions: tuple[Decision, ...] | None = None) -> float:
     """Seconds that no candidate of the recomputation, or with other decisions that recompute no less, can beat under the budget."""
-    outside = problem.fixed_bytes + outside_bytes(problem, recomputation.must)
+    outside = recomputation.outside_bytes(problem, recomputation.must)
     room = problem.footprint.live_bytes(budget_bytes) - outside - recomputation.grounds[recomputation.must].fixed_bytes
     known = {one.value for one in recomputation.decisions if isinstance(one, Recompute)}
     again = {one.value for one in decisions or () if isinstance(one, Recompute)} - known
@@ -136,6 +150,8 @@ def swept(problem: Problem, recomputation: Recomputation, trained: frozenset[str
     worse, before = 0, float("inf")
     every = list(residencies(problem, trained))
     for resident in every:
+        if resident != every[-1] and recomputation.is_short(problem, resident, _live_bytes(problem, recomputation, resident, budget_bytes)):
+            continue
         candidate = _with_slack(problem, recomputation, resident, budget_bytes, resident == every[-1])
         if candidate.found.shortfall_bytes and resident != every[-1]:
             continue
@@ -209,7 +225,7 @@ def packed_as(problem: Problem, recomputation: Recomputation, resident: frozense
 
 def room_of(problem: Problem, recomputation: Recomputation, resident: frozenset[str], budget_bytes: int) -> int:
     """Live bytes that a device budget leaves beside the fixed inputs."""
-    outside = problem.fixed_bytes + outside_bytes(problem, resident)
+    outside = recomputation.outside_bytes(problem, resident)
     return problem.footprint.live_bytes(budget_bytes) - outside - recomputation.ground(resident).fixed_bytes
 
 
@@ -234,11 +250,20 @@ def _with_exposed(problem: Problem, best: Candidate) -> Iterator[frozenset[str]]
 def _with_slack(problem: Problem, recomputation: Recomputation, resident: frozenset[str], budget_bytes: int | None,
                 to_the_end: bool = True) -> Candidate:
     """The candidate with slack where it fits, else without; unless `to_the_end`, what it lacks then is not all of it."""
-    share = _SLACK_SHARE if problem.machine.overlaps and budget_bytes is not None else 0.0
-    candidate = scanned(problem, recomputation, resident, budget_bytes, share)
-    if not candidate.found.shortfall_bytes or not share:
-        return candidate
+    if problem.machine.overlaps and budget_bytes is not None:
+        live_bytes = _live_bytes(problem, recomputation, resident, budget_bytes)
+        if not recomputation.is_short(problem, resident, live_bytes - int(live_bytes * _SLACK_SHARE)):
+            candidate = scanned(problem, recomputation, resident, budget_bytes, _SLACK_SHARE)
+            if not candidate.found.shortfall_bytes:
+                return candidate
     return scanned(problem, recomputation, resident, budget_bytes, 0.0, to_the_end)
+
+
+def _live_bytes(problem: Problem, recomputation: Recomputation, resident: frozenset[str], budget_bytes: int | None) -> int:
+    """Live bytes for the graph's inputs and values under a device budget."""
+    if budget_bytes is None:
+        return NEVER
+    return problem.footprint.live_bytes(budget_bytes) - recomputation.outside_bytes(problem, resident)
 
 
 def scanned(problem: Problem, recomputation: Recomputation, resident: frozenset[str], budget_bytes: int | None, slack_share: float,
@@ -246,13 +271,13 @@ def scanned(problem: Problem, recomputation: Recomputation, resident: frozenset[
     """The candidate under a device budget, all memory where None; infinitely slow when it does not fit, and scanned no further then where
     there is slack or it is not `to_the_end`."""
     context, schedule, rates = problem.context, recomputation.schedule, recomputation.rates
-    outside, ground = outside_bytes(problem, resident), recomputation.ground(resident)
-    live = None if budget_bytes is None else problem.footprint.live_bytes(budget_bytes) - problem.fixed_bytes - outside
+    outside, ground = recomputation.outside_bytes(problem, resident), recomputation.ground(resident)
+    live = None if budget_bytes is None else _live_bytes(problem, recomputation, resident, budget_bytes)
     slack = 0 if live is None else int(live * slack_share)
     found = schedule.scan(
         None if live is None else live - slack, context.kept_values, context.swapped_values, resident, to_the_end and not slack, ground)
     if found.shortfall_bytes:
-        return Candidate(recomputation, resident, problem.fixed_bytes + outside, found, found, float("inf"), 0)
+        return Candidate(recomputation, resident, outside, found, found, float("inf"), 0)
     return priced(problem, recomputation, resident, overlapped(schedule, found, None if live is None else live - ground.fixed_bytes, rates))
 
 
@@ -260,7 +285,7 @@ def priced(problem: Problem, recomputation: Recomputation, resident: frozenset[s
     """The candidate of a scan whose copies start and end where they should: small ones in buckets, and what that takes."""
     schedule, used = recomputation.schedule, used_bytes(recomputation.schedule, single)
     found = bucketed(schedule, single, used, problem.bucket_bytes)
-    outside = problem.fixed_bytes + outside_bytes(problem, resident)
+    outside = recomputation.outside_bytes(problem, resident)
     # Buckets stay below the peak that is there without.
     taken = outside + recomputation.ground(resident).fixed_bytes + int(used.max(initial=0))
     return Candidate(recomputation, resident, outside, single, found, schedule_s(schedule, found, recomputation.rates), taken)

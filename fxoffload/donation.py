@@ -110,9 +110,12 @@ class Donated:
     def __call__(self, node: fx.Node) -> int:
         if not takes_a_place(node):
             return 0
-        for operand in _candidates(node):
-            is_own = operand.op == "call_function" and out_variant(operand.target) is not None
-            readers = [user for user in operand.users if user.target is not ops.release]
-            if is_own and readers == [node] and operands(node).count(operand) == 1:
-                return -self.bounds.bytes_of(node.meta["val"])
-        return 0
+        own = [operand for operand in operands(node) if _is_made_for(node, operand)]
+        return -self.bounds.bytes_of(node.meta["val"]) if own and any(operand in own for operand in _candidates(node)) else 0
+
+
+def _is_made_for(node: fx.Node, operand: fx.Node) -> bool:
+    """Whether an op that can write where it is told makes the operand, and nothing but the node reads it."""
+    if operand.op != "call_function" or out_variant(operand.target) is None:
+        return False
+    return all(user is node or user.target is ops.release for user in operand.users)

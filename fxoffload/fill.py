@@ -13,34 +13,42 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from .liveness import Storage
 from .overlap import Rates, used_bytes
-from .spill import Load, Scan, Schedule, Spill, Stay
+from .spill import Bytes, Load, Scan, Schedule, Spill, Stay
 
-Mask = np.ndarray[tuple[int], np.dtype[np.bool_]]
+# Events by number, from one up to, not including, another.
+Span = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """Keeping `storage` on the device while events `mask` run saves `loads` and `spills`, `seconds` of the channels.
+    """Keeping `storage` on the device during the `spans`, which lie apart, saves `loads` and `spills`, `seconds` of the channels.
 
     `resides`: with the `n_before` other items of this storage it is there for the whole step, so no copy of it is left.
     """
 
     storage: Storage
-    mask: Mask
+    spans: tuple[Span, ...]
     loads: tuple[Load, ...]
     spills: tuple[Spill, ...]
     seconds: float
     resides: bool = False
     n_before: int = 0
 
-    @property
-    def key(self) -> tuple[float, int, str]:
+    def key(self, n_events: int) -> tuple[float, int, str]:
         """Most seconds per byte first, then the shortest time on the device; residence after what it builds on."""
-        return (-self.seconds / max(self.storage.n_bytes, 1), len(self.mask) if self.resides else int(self.mask.sum()), self.storage.name)
+        during = n_events if self.resides else sum(end - first for first, end in self.spans)
+        return (-self.seconds / max(self.storage.n_bytes, 1), during, self.storage.name)
+
+    def most_bytes(self, used: Bytes) -> int:
+        """The most that is `used` at an event of its spans."""
+        return max([0, *(int(used[first:end].max()) for first, end in self.spans)])
+
+    def keep(self, used: Bytes) -> None:
+        """Adds its bytes to what is `used`."""
+        for first, end in self.spans:
+            used[first:end] += self.storage.n_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,17 +66,17 @@ def filled(schedule: Schedule, found: Scan, rates: Rates, capacity_bytes: int, m
 
     `may_reside`: names of inputs that may become resident; `must_leave`: of values that are to be swapped.
     """
-    used = used_bytes(schedule, found)
+    used, n_events = used_bytes(schedule, found), len(schedule.events)
     taken: list[Item] = []
     peak_bytes = int(used.max(initial=0))
     thresholds: dict[Storage, list[int]] = defaultdict(list)
-    for item in sorted(_items(schedule, found, rates, may_reside, must_leave), key=lambda one: one.key):
+    for item in sorted(_items(schedule, found, rates, may_reside, must_leave), key=lambda one: one.key(n_events)):
         reached = thresholds[item.storage]
-        room_for = max([int(used[item.mask].max(initial=0)) + item.storage.n_bytes, *(reached if item.resides else ())])
+        room_for = max([item.most_bytes(used) + item.storage.n_bytes, *(reached if item.resides else ())])
         if room_for > most_bytes or (item.resides and len(reached) < item.n_before):
             continue
         reached.append(room_for)
-        used[item.mask] += item.storage.n_bytes
+        item.keep(used)
         if room_for <= capacity_bytes:
             taken.append(item)
             peak_bytes = max(peak_bytes, room_for)
@@ -76,8 +84,8 @@ def filled(schedule: Schedule, found: Scan, rates: Rates, capacity_bytes: int, m
 
 
 def _items(schedule: Schedule, found: Scan, rates: Rates, may_reside: frozenset[str], must_leave: frozenset[str]) -> Iterator[Item]:
-    position = schedule.position
-    there = _there(schedule, found, position)
+    position, n_events = schedule.position, len(schedule.events)
+    there = _there(found, position)
     loads: dict[Storage, list[Load]] = {}
     for load in found.loads:
         loads.setdefault(load.storage, []).append(load)
@@ -86,46 +94,54 @@ def _items(schedule: Schedule, found: Scan, rates: Rates, may_reside: frozenset[
         if storage.name in must_leave:
             continue
         if storage.is_input:
-            yield from _inputs(storage, copies, there[storage], position, rates, storage.name in may_reside)
+            yield from _inputs(storage, copies, there[storage], position, n_events, rates, storage.name in may_reside)
         elif len(copies) == 1:
-            spill = spills[storage]
-            mask = _between(there[storage], position[copies[0].start])
-            yield Item(storage, mask, tuple(copies), (spill,), rates.load_s(storage) + rates.spill_s(storage))
+            spans = _before(there[storage], position[copies[0].start])
+            yield Item(storage, spans, tuple(copies), (spills[storage],), rates.load_s(storage) + rates.spill_s(storage))
 
 
-def _inputs(storage: Storage, copies: list[Load], there: Mask, position: dict[int, int], rates: Rates, may_reside: bool) -> Iterator[Item]:
+def _inputs(storage: Storage, copies: list[Load], there: list[Span], position: dict[int, int], n_events: int, rates: Rates,
+            may_reside: bool) -> Iterator[Item]:
     """Each return of an input, and then its first copy, without which it resides; all at once where some come in buckets."""
-    load_s, ahead = rates.load_s(storage), ~there
+    load_s, spans = rates.load_s(storage), list(there)
     first, *others = copies = sorted(copies, key=lambda one: one.before)
     if any(copy.bucket is not None for copy in copies[:-1]):
         if may_reside:
-            yield Item(storage, ahead, tuple(copies), (), load_s * len(copies), resides=True)
+            yield Item(storage, _beside(spans, n_events), tuple(copies), (), load_s * len(copies), resides=True)
         return
     for copy in others:
-        mask = _between(there, position[copy.start])
-        ahead &= ~mask
-        yield Item(storage, mask, (copy,), (), load_s)
+        ahead = _before(there, position[copy.start])
+        spans += ahead
+        yield Item(storage, ahead, (copy,), (), load_s)
     if may_reside:
-        yield Item(storage, ahead, (first,), (), load_s, resides=True, n_before=len(others))
+        yield Item(storage, _beside(spans, n_events), (first,), (), load_s, resides=True, n_before=len(others))
 
 
-def _there(schedule: Schedule, found: Scan, position: dict[int, int]) -> dict[Storage, Mask]:
+def _there(found: Scan, position: dict[int, int]) -> dict[Storage, list[Span]]:
     """Of every storage that is loaded, the events at which it, or its copy under way, takes room."""
-    there = {load.storage: np.zeros(len(schedule.events), dtype=np.bool_) for load in found.loads}
+    there: dict[Storage, list[Span]] = {load.storage: [] for load in found.loads}
     for stay in found.stays:
         if stay.storage in there:
-            there[stay.storage][stay.first : stay.last + 1] = True
+            there[stay.storage].append((stay.first, stay.last + 1))
     for load in found.loads:
-        there[load.storage][position[load.start] : position[load.before]] = True
+        there[load.storage].append((position[load.start], position[load.before]))
     return there
 
 
-def _between(there: Mask, end: int) -> Mask:
+def _before(there: list[Span], end: int) -> tuple[Span, ...]:
     """The events before number `end` back to the last at which the storage is there."""
-    mask = np.zeros(len(there), dtype=np.bool_)
-    before = np.flatnonzero(there[:end])
-    mask[(int(before[-1]) + 1 if before.size else 0) : end] = True
-    return mask
+    last = max((min(until, end) for first, until in there if first < min(until, end)), default=0)
+    return ((last, end),) if last < end else ()
+
+
+def _beside(spans: list[Span], n_events: int) -> tuple[Span, ...]:
+    """The events in none of the spans."""
+    found, at = [], 0
+    for first, end in sorted(spans):
+        if first > at:
+            found.append((at, first))
+        at = max(at, end)
+    return (*found, (at, n_events)) if at < n_events else tuple(found)
 
 
 def _without(found: Scan, items: list[Item]) -> Scan:

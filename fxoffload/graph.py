@@ -70,6 +70,7 @@ class Bounds:
     _bytes: dict[int, tuple[torch.Tensor, int]] = field(default_factory=dict, compare=False, repr=False)
     _shapes: dict[int, tuple[torch.Tensor, tuple[int, ...]]] = field(default_factory=dict, compare=False, repr=False)
     _sizes: dict[object, int] = field(default_factory=dict, compare=False, repr=False)
+    _told: dict[tuple[object, ...], tuple[object, object]] = field(default_factory=dict, compare=False, repr=False)
 
     def bytes_of(self, tensor: torch.Tensor) -> int:
         """Bytes of the Storage a fresh tensor of this shape and stride needs; remembered, since passes share fake tensors."""
@@ -85,6 +86,20 @@ class Bounds:
         if known is None:
             known = self._shapes[id(tensor)] = (tensor, tuple(self.of(size) for size in tensor.shape))
         return known[1]
+
+    def told(self, tell: Callable[[fx.Node, Bounds], Told], node: fx.Node) -> Told:
+        """`tell(node, self)`, remembered for all copies of the node: they share its target, and its own and its operands' fake values."""
+        values = (node.target, node.meta.get("val"), *[operand.meta.get("val") for operand in node.all_input_nodes])
+        return self.once(lambda: tell(node, self), tell, *values)
+
+    def once(self, make: Callable[[], Told], *of: object) -> Told:
+        """What `make` gives, made once of the objects `of`, which tell all that it depends on."""
+        key = tuple(map(id, of))
+        known = self._told.get(key)
+        if known is None:
+            # The entry holds the objects, so that their ids cannot become others'.
+            known = self._told[key] = (of, make())
+        return cast(Told, known[1])
 
     def of(self, size: int | torch.SymInt) -> int:
         """`size` as an int at the maxima. Raises KeyError for a symbol without a maximum."""
@@ -113,7 +128,8 @@ def set_info(node: fx.Node, **changes: object) -> None:
 
 def name_of(node: fx.Node) -> str:
     """The node's canonical name."""
-    return info(node).name
+    known = node.meta.get(INFO)
+    return known.name if type(known) is NodeInfo else info(node).name
 
 
 def set_constant(node: fx.Node, value: torch.Tensor) -> None:
@@ -255,7 +271,13 @@ class Names:
 
 def is_random(node: fx.Node) -> bool:
     """True when the op draws from a device's default generator."""
-    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+    return draws(node.target)
+
+
+@remembered
+def draws(target: object) -> bool:
+    """True when a call of `target` draws from a device's default generator."""
+    return isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
 
 
 def is_symbol(node: fx.Node) -> bool:

@@ -12,29 +12,33 @@ from typing import Any
 @contextlib.contextmanager
 def heap_at_rest() -> Iterator[None]:
     """Every full collection looks only at what was made since the last one: a capture makes millions of objects that stay, and to
-    walk all of them each time would take longer the more there are. May be entered again inside. Where the caller has frozen the
-    heap, nothing is done.
+    walk all of them each time would take longer the more there are. Collections are rare, too: what a search makes and drops is gone
+    without one. May be entered again inside. Where the caller has frozen the heap, nothing is done.
     """
     if gc.get_freeze_count() > _FROZEN_AT_START and not _entered:
         yield
         return
-    _entered.append(_Rest())
+    _entered.append(_Rest(gc.get_threshold()))
     if len(_entered) == 1:
         gc.freeze()
         gc.callbacks.append(_keep_survivors)
+        young, *older = gc.get_threshold()
+        gc.set_threshold(max(young, _YOUNG) if young else 0, *older)
     try:
         yield
     finally:
-        _entered.pop()
+        rest = _entered.pop()
         if not _entered:
+            gc.set_threshold(*rest.thresholds)
             gc.callbacks.remove(_keep_survivors)
             gc.unfreeze()
 
 
 @dataclass(slots=True)
 class _Rest:
-    """`has_kept`: a full collection has put things out of sight that were made in it."""
+    """`thresholds`: the collector's before it. `has_kept`: a full collection has put things out of sight that were made in it."""
 
+    thresholds: tuple[int, int, int]
     has_kept: bool = False
 
 
@@ -46,6 +50,8 @@ def _keep_survivors(phase: str, collection: Mapping[str, int]) -> None:
 
 
 _entered: list[_Rest] = []
+# Objects that are made before young ones are looked at, where Python says 700: some tens of megabytes.
+_YOUNG = 200_000
 # Python 3.12 starts with some hundred objects frozen; a caller who freezes his heap has hundreds of thousands.
 _FROZEN_AT_START = 10_000
 

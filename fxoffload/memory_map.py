@@ -43,9 +43,10 @@ class MemoryMap:
     anew_bytes: int = 0
 
     @staticmethod
-    def of(graph: fx.Graph, bounds: Bounds, workspace: Callable[[fx.Node], int] = no_workspace) -> MemoryMap:
-        """The map of a lowered graph; before it went through assign-offsets its arena has no bytes."""
-        live = liveness(graph, bounds)
+    def of(graph: fx.Graph, bounds: Bounds, workspace: Callable[[fx.Node], int] = no_workspace, live: Liveness | None = None) -> MemoryMap:
+        """The map of a lowered graph; before it went through assign-offsets its arena has no bytes. `live`: its Liveness, where it is
+        known."""
+        live = live or liveness(graph, bounds)
         found = placeable(live)
         with_offset = {s for s, node in found.items() if info(node).offset is not None}
         placed = with_offset or set(found)

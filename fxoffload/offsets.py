@@ -55,17 +55,18 @@ def _packed(lifetimes: tuple[Lifetime, ...]) -> tuple[tuple[int, ...], int]:
     beside = _most_beside(begin, end, size)
     least = int(beside.max())
     enough = least + least // _IDLE_PER
-    found: list[_Packing] = []
+    found: list[_Packing] = []  # the smallest, which will be climbed
     for n_levels, key in _ORDERS:
         levels = -(beside * n_levels // least)
-        found.append(_first_fit(np.lexsort((begin, *key(begin, end, size), levels)), begin, end, size))
-        if found[-1].n_bytes <= enough:
+        most = found[-1].n_bytes - 1 if len(found) == _CLIMBS else None
+        packing = _first_fit(np.lexsort((begin, *key(begin, end, size), levels)), begin, end, size, most)
+        if packing is not None:
+            found = _smallest([*found, packing])
+        if found[0].n_bytes <= enough:
             break
-    found.sort(key=lambda packing: packing.n_bytes)
-    for start in found[:_CLIMBS]:
+    for start in tuple(found):
         if found[0].n_bytes > enough:
-            found.append(_climbed(start, enough, begin, end, size))
-            found.sort(key=lambda packing: packing.n_bytes)
+            found = _smallest([*found, _climbed(start, enough, begin, end, size)])
     return tuple(found[0].offsets.tolist()), found[0].n_bytes
 
 
@@ -99,6 +100,11 @@ class _Packing:
     n_bytes: int
 
 
+def _smallest(packings: list[_Packing]) -> list[_Packing]:
+    """As many of them as are climbed, the smallest first, of equals the earlier."""
+    return sorted(packings, key=lambda packing: packing.n_bytes)[:_CLIMBS]
+
+
 # One byte in so many may lie idle without a further try.
 _IDLE_PER = 100
 # Orders that are climbed, the tries of each, and of each try the random choice of what to go before; the same every time.
@@ -121,11 +127,11 @@ def _climbed(best: _Packing, enough: int, begin: np.ndarray, end: np.ndarray, si
             if below:
                 order.remove(top)
                 order.insert(min(position[one] for one in chance.sample(below, min(len(below), _CHOICES))), top)
-        found = _first_fit(np.array(order), begin, end, size)
-        if found.n_bytes <= now.n_bytes:
+        found = _first_fit(np.array(order), begin, end, size, now.n_bytes)
+        if found is not None:
             now = found
-        if found.n_bytes < best.n_bytes:
-            best = found
+        if now.n_bytes < best.n_bytes:
+            best = now
     return best
 
 
@@ -150,14 +156,16 @@ _ORDERS: tuple[tuple[int, Callable[[np.ndarray, np.ndarray, np.ndarray], tuple[n
 )
 
 
-def _first_fit(order: np.ndarray, begin: np.ndarray, end: np.ndarray, size: np.ndarray) -> _Packing:
-    """Each lifetime in turn at the lowest offset where it overlaps none that was placed before it."""
+def _first_fit(order: np.ndarray, begin: np.ndarray, end: np.ndarray, size: np.ndarray, most_bytes: int | None = None) -> _Packing | None:
+    """Each lifetime in turn at the lowest offset where it overlaps none that was placed before it; None as soon as one ends above
+    `most_bytes`."""
     offsets = np.empty_like(size)
     begins, ends, lows, highs = placed = np.empty((4, len(order)), dtype=np.int64)  # sorted by `lows`
-    for n, i in enumerate(order.tolist()):
-        first, last, n_bytes = int(begin[i]), int(end[i]), int(size[i])
+    for n, (i, first, last, n_bytes) in enumerate(zip(order.tolist(), begin[order].tolist(), end[order].tolist(), size[order].tolist())):
         beside = ((begins[:n] < last) & (ends[:n] > first)).nonzero()[0]
         low = _lowest(lows[beside], highs[beside], n_bytes)
+        if most_bytes is not None and low + n_bytes > most_bytes:
+            return None
         at = int(lows[:n].searchsorted(low))
         placed[:, at + 1 : n + 1] = placed[:, at:n]
         placed[:, at] = first, last, low, low + n_bytes

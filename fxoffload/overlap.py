@@ -10,8 +10,9 @@ from __future__ import annotations
 import functools
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import numpy as np
 import torch.fx as fx
@@ -193,32 +194,45 @@ class _Run:
         self.stalls: dict[Storage, float] = defaultdict(float)
 
     def end_s(self) -> float:
-        sink_s = self.rates.sink_s
+        begins = self.starting.keys() | self.awaited.keys()
+        ends = self.rates.sink_s.keys() | self.until.values() | self.left.keys() | self.leaving.keys()
         for event, seconds in zip(self.schedule.events, self.rates.event_s):
-            for number, copy_s in self.starting.get(event.index, ()):
-                self._issue()
-                self.h2d = self.arrived[number] = max(self.now, self.h2d) + copy_s
-            for number, storage in self.awaited.get(event.index, ()):
-                if self.arrived[number] > self.now:
-                    self.stalls[storage] += self.arrived[number] - self.now
-                    self.now = self.arrived[number]
+            index = event.index
+            if index in begins:
+                self._begin(index)
             if seconds:
                 self._issue()
                 self.now += seconds
-            if event.index in sink_s:
-                at = self.until.get(event.index, event.index)
-                self.sunk[at] = max(self.sunk[at], self._send(sink_s[event.index]))
-            self.now = max([self.now, self.sunk.get(event.index, 0.0), *(self.gone[spill.storage] for spill in self.left.get(event.index, ()))])
-            # Each is put right behind the event, before those that were put there earlier.
-            for spill in reversed(self.leaving.get(event.index, ())):
-                self.gone[spill.storage] = self._send(self.rates.spill_s(spill.storage))
-                if spill.until == spill.after:
-                    self.now = max(self.now, self.gone[spill.storage])
+            if index in ends:
+                self._end(index)
         return max(self.now, self.h2d, self.d2h)
+
+    def _begin(self, index: int) -> None:
+        """Copies to the device start before the event, and are awaited."""
+        for number, copy_s in self.starting.get(index, ()):
+            self._issue()
+            self.h2d = self.arrived[number] = max(self.now, self.h2d) + copy_s
+        for number, storage in self.awaited.get(index, ()):
+            if self.arrived[number] > self.now:
+                self.stalls[storage] += self.arrived[number] - self.now
+                self.now = self.arrived[number]
+
+    def _end(self, index: int) -> None:
+        """Copies to the host are awaited behind the event, and start."""
+        if index in self.rates.sink_s:
+            at = self.until.get(index, index)
+            self.sunk[at] = max(self.sunk[at], self._send(self.rates.sink_s[index]))
+        self.now = max([self.now, self.sunk.get(index, 0.0), *(self.gone[spill.storage] for spill in self.left.get(index, ()))])
+        # Each is put right behind the event, before those that were put there earlier.
+        for spill in reversed(self.leaving.get(index, ())):
+            self.gone[spill.storage] = self._send(self.rates.spill_s(spill.storage))
+            if spill.until == spill.after:
+                self.now = max(self.now, self.gone[spill.storage])
 
     def _issue(self) -> None:
         self.issued += self.rates.dispatch_s
-        self.now = max(self.now, self.issued)
+        if self.issued > self.now:
+            self.now = self.issued
 
     def _send(self, seconds: float) -> float:
         self._issue()
@@ -245,20 +259,22 @@ def _free_bytes(schedule: Schedule, found: Scan, capacity_bytes: int | None) -> 
 
 def stayed_bytes(schedule: Schedule, found: Scan) -> Bytes:
     """Bytes of what stays during each event."""
-    change = [0] * (len(schedule.events) + 1)
-    for stay in found.stays:
-        change[stay.first] += stay.storage.n_bytes
-        change[stay.last + 1] -= stay.storage.n_bytes
-    return np.cumsum(np.array(change[:-1], dtype=np.int64))
+    return _bytes_during(schedule, ((first, last + 1, storage.n_bytes) for storage, first, last in found.stays))
 
 
 def used_bytes(schedule: Schedule, found: Scan) -> Bytes:
     """Bytes beside the fixed inputs that each event finds taken, copies under way and what buckets take more included."""
-    used = stayed_bytes(schedule, found) + schedule.workspace + held_bytes(schedule, found)
-    position = schedule.position
-    for load in found.loads:
-        used[position[load.start] : position[load.before]] += load.storage.n_bytes
-    for sunk in found.sinks:
-        start = position[sunk.start]
-        used[start + 1 : position[sunk.until] + 1] += _bytes(schedule.events[start])
-    return used
+    position, events = schedule.position, schedule.events
+    loads = ((position[load.start], position[load.before], load.storage.n_bytes) for load in found.loads)
+    sinks = ((position[start] + 1, position[until] + 1, _bytes(events[position[start]])) for start, until in found.sinks)
+    under_way = _bytes_during(schedule, chain(loads, sinks))
+    return stayed_bytes(schedule, found) + under_way + schedule.workspace + held_bytes(schedule, found)
+
+
+def _bytes_during(schedule: Schedule, spans: Iterable[tuple[int, int, int]]) -> Bytes:
+    """The sum of bytes at each event, of spans from an event's number up to, not including, another's."""
+    change = [0] * (len(schedule.events) + 1)
+    for first, end, n_bytes in spans:
+        change[first] += n_bytes
+        change[end] -= n_bytes
+    return np.cumsum(np.array(change[:-1], dtype=np.int64))

@@ -38,7 +38,7 @@ Option = bool | int | float | str
 class Context:
     """What a pass may read besides the graph: sizes, the plan to apply, budgets and options of the pipeline text.
 
-    `live`: the Liveness of the graph, for planners that are asked about one graph again and again; None where nobody has it.
+    `live`: the Liveness of the graph, for a pass that changes none of its nodes' operands; None where nobody has it.
     `draws_once`: no random op may be run again, since nobody could set its generator back.
     """
 

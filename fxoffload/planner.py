@@ -11,11 +11,12 @@ from dataclasses import dataclass, field, replace
 
 import torch.fx as fx
 
-from .candidates import BEFORE_SWAPS, Candidate, bare
+from .candidates import Candidate, bare
 from .errors import PlanError, VerifyError
 from .graph import copy_graph, name_of
 from .heap import heap_at_rest
 from .ladder import Search, least_bytes, rungs_within
+from .liveness import liveness
 from .memory_map import MemoryMap
 from .pipeline import pipeline_names
 from .plans import Decision
@@ -137,27 +138,28 @@ def _trained_residents(problem: Problem) -> Iterator[frozenset[str]]:
     yield must
 
 
-# The rewrites that apply what the search decides.
-_REWRITES = (*BEFORE_SWAPS, "insert-gather", "lower-gather", "insert-swap", "hoist-transfers", "sink-waits", "bucket-transfers", "insert-release")
+# The rewrites that apply what the search decides beside its recipe.
+_REWRITES = ("insert-gather", "lower-gather", "insert-swap", "hoist-transfers", "sink-waits", "bucket-transfers", "insert-release")
 
 
 def _complete(problem: Problem, chosen: Candidate, limit: int | None) -> Solution:
     """The candidate's decisions, applied, and the lowered graph simulated: its live bytes keep to `limit`."""
     context, footprint = replace(problem.context, machine=problem.machine), problem.footprint
-    graph = copy_graph(problem.graph)
+    graph = copy_graph(chosen.schedule.graph)
     place_parameters(graph, problem.parameters, chosen.resident)
     swaps = decisions_of(chosen.schedule.live, chosen.found, context.swap_tier, problem.machine.overlaps)
     decisions = chosen.recomputation.decisions + swaps
-    lowered = apply(graph, replace(context, plan=bare(decisions)), _REWRITES)
-    simulation = simulate(lowered, context.bounds, problem.machine, chosen.outside_bytes, context.workspace)
+    lowered = apply(graph, replace(context, plan=bare(swaps)), _REWRITES)
+    live = liveness(lowered, context.bounds)
+    simulation = simulate(lowered, context.bounds, problem.machine, chosen.outside_bytes, context.workspace, live)
     over = 0 if limit is None else simulation.device_peak_bytes - footprint.live_bytes(limit)
     if over > 0:
         raise VerifyError(f"the lowered graph needs {over} bytes more than the scan said, at {simulation.peak_node}")
     if not footprint.by_offsets:
         taken = footprint.taken_bytes(simulation.device_peak_bytes, limit)
     else:
-        lowered = apply(lowered, replace(context, workspace=problem.workspace), pipeline_names("place"))
-        taken = MemoryMap.of(lowered, context.bounds, problem.workspace).taken_bytes(footprint, chosen.outside_bytes)
+        lowered = apply(lowered, replace(context, workspace=problem.workspace, live=live), pipeline_names("place"))
+        taken = MemoryMap.of(lowered, context.bounds, problem.workspace, live).taken_bytes(footprint, chosen.outside_bytes)
     return Solution(chosen.resident, decisions, lowered, replace(simulation, device_peak_bytes=taken), chosen.step_s)
 
 

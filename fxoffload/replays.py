@@ -16,7 +16,7 @@ import torch.fx as fx
 from . import neutral, ops
 from .cost import host_tier
 from .effects import Channel, Tier
-from .graph import Bounds, Role, info, is_random, name_of, op_name, tensors_in
+from .graph import Bounds, Role, draws, info, is_random, name_of, op_name, remembered, tensors_in
 from .footprint import Footprint
 from .machine import Machine
 from .torch_compat import has_unbacked_sizes
@@ -52,27 +52,41 @@ def obstacle(graph: fx.Graph) -> str | None:
 
 
 def _obstacle(node: fx.Node) -> str | None:
-    spec, tags = ops.spec_of(node), getattr(node.target, "tags", ())
-    if node.target in (ops.rng_state, ops.swap_rng_state):
-        return "sets a generator back"
-    if is_random(node) and node.target not in _DRAWN_ON_DEVICE:
-        return "draws random numbers"
-    if torch.Tag.data_dependent_output in tags or has_unbacked_sizes(node.meta.get("val")):
-        return "has sizes that depend on values"
+    spec, whatever_it_reads = ops.spec_of(node), _obstacle_of(node.target)
+    if whatever_it_reads is not None:
+        return whatever_it_reads
+    if has_unbacked_sizes(node.meta.get("val")):
+        return _SIZES
     if spec is not None and spec.channel in (Channel.H2D, Channel.D2H) and host_tier(node, spec) is not Tier.PINNED:
         return f"copies from or to {host_tier(node, spec)} memory"
-    makes_tensors = node.target is not operator.getitem and tensors_in(node.meta.get("val"))
-    if makes_tensors and getattr(node.target, "namespace", None) not in _KNOWN:
+    is_unknown = node.target is not operator.getitem and getattr(node.target, "namespace", None) not in _KNOWN
+    if is_unknown and tensors_in(node.meta.get("val")):
         return "is no op that is known to leave nothing to the host"
     return None
 
 
+_SIZES = "has sizes that depend on values"
+
+
+@remembered
+def _obstacle_of(target: object) -> str | None:
+    """What every call of `target` leaves to the host."""
+    if target in (ops.rng_state, ops.swap_rng_state):
+        return "sets a generator back"
+    if draws(target) and target not in _DRAWN_ON_DEVICE:
+        return "draws random numbers"
+    return _SIZES if torch.Tag.data_dependent_output in getattr(target, "tags", ()) else None
+
+
 def host_draw(graph: fx.Graph) -> fx.Node | None:
     """The first op of a graph on a device that draws from the host's generator; a recording would give its numbers again and again."""
-    made = {node: {value.device.type for value in tensors_in(node.meta.get("val"))} for node in graph.nodes if node.op == "call_function"}
-    if set().union(*made.values()) <= {"cpu"}:
-        return None
-    return next((node for node, types in made.items() if is_random(node) and "cpu" in types), None)
+    calls = [node for node in graph.nodes if node.op == "call_function"]
+    drawn = next((node for node in calls if is_random(node) and "cpu" in _device_types(node)), None)
+    return drawn if drawn is not None and any(_device_types(node) - {"cpu"} for node in calls) else None
+
+
+def _device_types(node: fx.Node) -> set[str]:
+    return {value.device.type for value in tensors_in(node.meta.get("val"))}
 
 
 def comes_anew(role: Role | None) -> bool:

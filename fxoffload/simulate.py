@@ -43,13 +43,15 @@ class Simulation:
 _COLUMNS = (Kind.PARAMETER, Kind.ACTIVATION, Kind.GRADIENT, Kind.OTHER)
 
 
-def simulate(graph: fx.Graph, bounds: Bounds, machine: Machine, outside_bytes: int = 0, workspace: Callable[[fx.Node], int] = no_workspace) -> Simulation:
+def simulate(graph: fx.Graph, bounds: Bounds, machine: Machine, outside_bytes: int = 0, workspace: Callable[[fx.Node], int] = no_workspace,
+             live: Liveness | None = None) -> Simulation:
     """What `graph` needs and takes. A Storage lives from its producer to its release, or to its last use where it has none, or until
     another takes its place.
 
     `workspace`: bytes a node needs for itself while it runs; less than none where its result takes an operand's place, until that is released.
+    `live`: the graph's Liveness, where it is known.
     """
-    live = liveness(graph, bounds)
+    live = live or liveness(graph, bounds)
     starts: list[list[Storage]] = [[] for _ in live.nodes]
     ends: list[list[Storage]] = [[] for _ in live.nodes]
     given = given_away(live)
@@ -57,21 +59,29 @@ def simulate(graph: fx.Graph, bounds: Bounds, machine: Machine, outside_bytes: i
         starts[live.begin(storage)].append(storage)
         if storage not in live.escapes:
             ends[given[storage] - 1 if storage in given else live.last[storage]].append(storage)
-    now: Counter[tuple[Tier, Kind]] = Counter()
+    on_device = dict.fromkeys(_COLUMNS, 0)
+    elsewhere = dict.fromkeys((Tier.PINNED, Tier.PAGEABLE, Tier.DISK), 0)
+
+    def change(storage: Storage, n_bytes: int) -> None:
+        if storage.tier is Tier.DEVICE:
+            on_device[storage.kind] += n_bytes
+        elif not storage.is_input:
+            elsewhere[storage.tier] += n_bytes
+
     curve, peak, peak_at, host_peak, disk_peak, own = [], 0, 0, 0, 0, 0
-    for i in range(len(live.nodes)):
+    for i, node in enumerate(live.nodes):
         for storage in starts[i]:
-            if not (storage.is_input and storage.tier.on_host):
-                now[storage.tier, storage.kind] += storage.n_bytes
-        own = min(own, 0) if live.nodes[i].target is ops.release else workspace(live.nodes[i])
-        row = tuple(now[Tier.DEVICE, kind] + (own if kind is Kind.OTHER else 0) for kind in _COLUMNS)
+            change(storage, storage.n_bytes)
+        own = min(own, 0) if node.target is ops.release else workspace(node)
+        parameters, activations, gradients, other = on_device.values()
+        row = parameters, activations, gradients, other + own
         curve.append(row)
         if sum(row) > peak:
             peak, peak_at = sum(row), i
-        host_peak = max(host_peak, sum(n for (tier, _), n in now.items() if tier in (Tier.PINNED, Tier.PAGEABLE)))
-        disk_peak = max(disk_peak, sum(n for (tier, _), n in now.items() if tier is Tier.DISK))
+        host_peak = max(host_peak, elsewhere[Tier.PINNED] + elsewhere[Tier.PAGEABLE])
+        disk_peak = max(disk_peak, elsewhere[Tier.DISK])
         for storage in ends[i]:
-            now[storage.tier, storage.kind] -= storage.n_bytes
+            change(storage, -storage.n_bytes)
     schedule = timeline(graph, bounds, machine)
     return Simulation(
         tuple(name_of(n) for n in live.nodes), tuple(curve), outside_bytes, peak + outside_bytes,  # type: ignore[arg-type]

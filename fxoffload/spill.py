@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import functools
 import operator
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop
+from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import numpy as np
 import torch.fx as fx
@@ -32,8 +34,10 @@ _FAR = 1 << 30
 _CRUMBS = 1024
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
+# These are tuples because a search makes and looks up hundreds of thousands of them.
+
+
+class Load(NamedTuple):
     """Storage comes to the device before node index `before`, started before node index `start`. Loads of one `bucket` start with the
     first of them, as one copy, and are there when the first of them is awaited."""
 
@@ -43,8 +47,7 @@ class Load:
     bucket: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Stay:
+class Stay(NamedTuple):
     """Storage is on the device during events number `first` to `last` (positions in the event list)."""
 
     storage: Storage
@@ -52,8 +55,7 @@ class Stay:
     last: int
 
 
-@dataclass(frozen=True, slots=True)
-class Spill:
+class Spill(NamedTuple):
     """Storage leaves for the host: after its last use at node index `after`, gone from the device after `until`."""
 
     storage: Storage
@@ -61,8 +63,7 @@ class Spill:
     until: int
 
 
-@dataclass(frozen=True, slots=True)
-class Sunk:
+class Sunk(NamedTuple):
     """A gradient on its way to the host: sent by node index `start`, gone from the device after node index `until`."""
 
     start: int
@@ -94,12 +95,16 @@ class Scan:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """A node that computes: what it reads and makes on the device, and bytes it needs for itself while it runs."""
+    """A node that computes: what it reads and makes on the device, and bytes it needs for itself while it runs.
+
+    `own_bytes`: these, and those of what it makes.
+    """
 
     index: int
     reads: tuple[Storage, ...]
     makes: tuple[Storage, ...]
     workspace_bytes: int
+    own_bytes: int
 
 
 def is_event(node: fx.Node) -> bool:
@@ -128,7 +133,8 @@ def events_of(graph: fx.Graph, live: Liveness, workspace: Callable[[fx.Node], in
         makes = tuple(s for s in live.defined_at(node) if s.tier is Tier.DEVICE) if node.op != "output" else ()
         if node.target is ops.backward:
             makes += tuple(s for s in live.first if s.is_tangent)
-        events.append(Event(i, tuple(reads), makes, workspace(node)))
+        workspace_bytes = workspace(node)
+        events.append(Event(i, tuple(reads), makes, workspace_bytes, workspace_bytes + sum([s.n_bytes for s in makes])))
     return events
 
 
@@ -192,15 +198,13 @@ class Spiller:
             for storage in self.returned:
                 self.movable.pop(storage, None)
         reads, there, touched, position = self.reads[self.position], self.there, self.touched, self.position
-        incoming, missing = event.workspace_bytes, []
+        incoming, missing = event.own_bytes, []
         for storage in reads:
             if storage in there:
                 touched[storage] = position
             else:
                 missing.append(storage)
                 incoming += storage.n_bytes
-        for storage in event.makes:
-            incoming += storage.n_bytes
         if self.used_bytes + incoming > self.capacity:
             self._make_room(incoming, event, reads)
         for storage in missing:
@@ -211,12 +215,12 @@ class Spiller:
         live_bytes = self.used_bytes + event.workspace_bytes
         if live_bytes > self.result.peak_bytes:
             self.result.peak_bytes, self.result.peak_index = live_bytes, event.index
-        upcoming, returned = self.upcoming, self.returned
+        upcoming, returned, swapped = self.upcoming, self.returned, self.swapped
         for storage, next_use in self.touches[position]:
             upcoming[storage] = next_use
             if next_use == NEVER and storage not in returned:
                 self._leave(storage)
-            elif storage in self.swapped and storage in there and event.index < self.border < next_use:
+            elif swapped and storage in swapped and storage in there and event.index < self.border < next_use:
                 self._evict(storage, event.index + 1, position)
 
     def _make_room(self, incoming: int, event: Event, reads: tuple[Storage, ...]) -> None:
@@ -270,8 +274,9 @@ class Spiller:
                 self.movable[storage] = None
 
     def _leave(self, storage: Storage) -> None:
-        if storage in self.there:
-            self.result.stays.append(Stay(storage, self.there.pop(storage), self.touched[storage]))
+        first = self.there.pop(storage, None)
+        if first is not None:
+            self.result.stays.append(Stay(storage, first, self.touched[storage]))
             self.movable.pop(storage, None)
             self.used_bytes -= storage.n_bytes
 
@@ -334,6 +339,26 @@ class Schedule:
         found = Spiller(self.live, self.events, capacity, ground, stay, leave).run(to_the_end)
         found.peak_bytes += ground.fixed_bytes
         return found
+
+    def least_bytes(self, ground: Ground, kept: frozenset[str] = frozenset()) -> int:
+        """A bound: under less device memory, the inputs fixed there included, no scan finds room, with the values named `kept` staying.
+
+        That is at each event what it touches and needs itself, what is kept, and in backward what is returned and was there since.
+        """
+        needed, beside = [event.workspace_bytes for event in self.events], [0] * (len(self.events) + 1)
+        touches: dict[Storage, list[int]] = {}
+        for i, touched in enumerate(ground.touches):
+            for storage in dict.fromkeys(storage for storage, _ in touched):
+                needed[i] += storage.n_bytes
+                if storage in ground.returned or storage.name in kept:
+                    touches.setdefault(storage, []).append(i)
+        border = bisect_left(self.events, ground.border, key=lambda event: event.index)
+        for storage, at in touches.items():
+            at = at if storage.name in kept else at[bisect_left(at, border) :]
+            for after, before in pairwise((*at, len(self.events)) if storage in ground.returned else at):
+                beside[after + 1] += storage.n_bytes
+                beside[before] -= storage.n_bytes
+        return ground.fixed_bytes + max((one + more for one, more in zip(needed, accumulate(beside))), default=0)
 
     def ground(self, resident: frozenset[str] = frozenset()) -> Ground:
         """The Ground with those inputs fixed on the device besides the ones the graph has there."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from .captured_step import CapturedStep
 from .errors import PlanError
+from .heap import heap_at_rest
 from .machine import Machine
 from .planner import Searches
 from .planning import Budgets, Planning
@@ -71,7 +72,8 @@ class Study:
         anew = replace(
             self.planning, plan=None, resident=None, disk_file_bytes=0, dump_dir=None, budgets=budgets or self.planning.budgets,
             machine=machine or self.planning.machine, searches=self.searches)
-        return anew.decide(self.captured), anew.disk_file_bytes
+        with heap_at_rest():
+            return anew.decide(self.captured), anew.disk_file_bytes
 
 
 def with_faster_h2d(machine: Machine, bytes_per_s: float) -> Machine:

@@ -1,12 +1,16 @@
-"""A scan's loads and spills in the words of a Plan."""
+"""A scan's loads and spills in the words of a Plan, and what a value is on the host."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+import torch
+
+from . import ops
 from .buckets import transfers_of
 from .effects import Tier
-from .graph import info, name_of
+from .graph import Bounds, info, name_of
 from .liveness import Liveness, base_nodes
 from .plans import Bucket, Decision, Gather, Sink, SwapIn, SwapOut
 from .spill import Load, Scan
@@ -54,3 +58,12 @@ def as_buckets(groups: Sequence[Sequence[tuple[str, str]]]) -> tuple[Bucket, ...
     """
     rank = {source: i for i, source in enumerate(dict.fromkeys(source for group in groups for source, _ in group))}
     return tuple(Bucket(tuple(copy for _, copy in sorted(group, key=lambda one: rank[one[0]]))) for group in groups)
+
+
+def host_value(fake: Any, bounds: Bounds, host: torch.device) -> object:
+    """The fake value of a copy of `fake` on the `host`, one for all copies: a search makes the same ones again and again."""
+    def copied() -> object:
+        with fake.fake_mode:
+            return ops.swap_out(fake, host, "pinned")
+
+    return bounds.once(copied, ops.swap_out, fake, host)

@@ -110,6 +110,8 @@ def fake_like(like: torch.Tensor, shape: tuple[int | torch.SymInt, ...], dtype: 
 
 def has_unbacked_sizes(value: object) -> bool:
     """Whether a fake value's sizes, or the value itself, are known only once it is there (torch.fx.experimental.symbolic_shapes)."""
+    if isinstance(value, torch.Tensor) and not value._has_symbolic_sizes_strides:  # of many tensors this is what takes no time
+        return False
     return isinstance(value, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)) and bool(free_unbacked_symbols(value))
 
 

@@ -57,6 +57,10 @@ class Work:
 
 def work_of(node: fx.Node, bounds: Bounds) -> Work:
     """What the kernel of a call that returns tensors does."""
+    return bounds.told(_work_of, node)
+
+
+def _work_of(node: fx.Node, bounds: Bounds) -> Work:
     found = product_of(node, bounds)
     name = op_name(node)
     return found if found is not None else Work(_kind(name, node), "other", _moved_bytes(name, node, bounds))

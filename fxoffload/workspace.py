@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from . import attention, composed, neutral
 from .dispatch import Call, Dispatch, is_deterministic
 from .fusion import fused, run_program
-from .graph import Bounds
+from .graph import Bounds, remembered
 from .kernels import FUSED, MATH
 from .products import add_product, converted_bytes
 from .torch_compat import without_modes
@@ -43,6 +43,7 @@ class Workspace:
         self.dispatch = dispatch if dispatch is not None else Dispatch.of(device_type)
         self.multiprocessors = multiprocessors or _MOST_MULTIPROCESSORS
         self._known: dict[object, int] = {}
+        self._may_need_any = remembered(lambda target: self._formula(target) is not None or target in _KERNELS)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Workspace) and self._key == other._key
@@ -52,11 +53,9 @@ class Workspace:
         return (self.bounds, self.device_type, self.dispatch, self.multiprocessors)
 
     def __call__(self, node: fx.Node) -> int:
-        if node.op != "call_function":
+        if node.op != "call_function" or not self._may_need_any(node.target):
             return 0
         formula, kernel = self._formula(node.target), _KERNELS.get(node.target)
-        if formula is None and kernel is None:
-            return 0
         args = self._operands(node)
         named = self.kernel_of(node) if node.target in attention.BOTH else None
         key = (node.target, named, str([_described(a) for a in tree_leaves(args, is_leaf=lambda a: a is None)]))

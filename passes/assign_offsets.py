@@ -19,7 +19,7 @@ from fxoffload.pipeline import Context, Pass
 
 def run(graph: fx.Graph, ctx: Context) -> fx.Graph:
     """`graph` with its offsets noted."""
-    live = liveness(graph, ctx.bounds)
+    live = ctx.live or liveness(graph, ctx.bounds)
     found = placeable(live)
     moved = worth_moving(live, found, ctx.workspace)
     placed = {storage: node for storage, node in found.items() if storage in moved}

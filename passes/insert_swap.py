@@ -11,6 +11,7 @@ from fxoffload import ops
 from fxoffload.graph import INFO, NodeInfo, Names, by_name, name_of
 from fxoffload.pipeline import Context, Pass
 from fxoffload.plans import SwapIn, SwapOut
+from fxoffload.swaps import host_value
 from fxoffload.versions import Build, last_element, reload
 
 
@@ -40,7 +41,7 @@ def _swap_out(graph: fx.Graph, nodes: dict[str, fx.Node], names: Names, decision
     with graph.inserting_after(start):
         ready = graph.call_function(ops.wait, (start,))
     name = names.fresh(decision.value, "^")
-    start.meta = {"val": _host_value(value, ctx), INFO: NodeInfo(f"{name}/out")}
+    start.meta = {"val": host_value(value.meta["val"], ctx.bounds, ctx.host), INFO: NodeInfo(f"{name}/out")}
     ready.meta = {"val": start.meta["val"], INFO: NodeInfo(name)}
     return ready
 
@@ -56,12 +57,6 @@ def _swap_in(graph: fx.Graph, host: fx.Node, value: fx.Node, names: Names, ctx: 
         return ready
 
     return build
-
-
-def _host_value(value: fx.Node, ctx: Context) -> object:
-    fake = value.meta["val"]
-    with fake.fake_mode:
-        return ops.swap_out(fake, ctx.host, "pinned")
 
 
 PASS = Pass(

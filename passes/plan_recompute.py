@@ -48,10 +48,12 @@ def run(graph: fx.Graph, ctx: Context) -> tuple[Decision, ...]:
     closure = _parameter_closure(graph, live, border)
     again = {s for s in values if values[s] not in closure and _recomputed(s, values[s], live, border, keep, blocks, ctx.bounds)}
     if keep in ("costly", "blocks") and ctx.machine is not None:
-        inside = {s for s in again if keep == "blocks" and _is_inside(values[s], blocks)}
-        again -= set(_return_sooner({s: values[s] for s in again - inside}, ctx))
-        for part, price in ((inside, float(ctx.options.get("price", 1.0))), (again - inside, 1.0)):
-            again -= part - _cheapest({s: values[s] for s in part}, closure, live, border, price, ctx)
+        # In graph order: blocks that are alike are then told to be, and one cut is made of them all.
+        inside = {s: v for s, v in values.items() if s in again and keep == "blocks" and _is_inside(v, blocks)}
+        again -= set(_return_sooner({s: v for s, v in values.items() if s in again and s not in inside}, ctx))
+        outside = {s: v for s, v in values.items() if s in again and s not in inside}
+        for part, price in ((inside, float(ctx.options.get("price", 1.0))), (outside, 1.0)):
+            again -= part.keys() - _cheapest(part, closure, live, border, price, ctx)
     chosen = {name_of(node) for s, node in values.items() if s in again or node in closure}
     chosen -= ctx.kept_values | ctx.swapped_values
     chosen |= {name_of(v) for v in values.values() if name_of(v) in ctx.recomputed_values}

@@ -11,6 +11,7 @@ from fxoffload import ops
 from fxoffload.effects import Tier
 from fxoffload.graph import INFO, NodeInfo, Role, info, output_of, returned
 from fxoffload.pipeline import Context, Pass
+from fxoffload.swaps import host_value
 from fxoffload.versions import last_element
 
 
@@ -37,8 +38,7 @@ def _sink(graph: fx.Graph, gradient: fx.Node, owner: fx.Node, ctx: Context, orde
         start = graph.call_function(ops.swap_out, (gradient, ctx.host, info(owner).tier.value))  # type: ignore[arg-type]
     with graph.inserting_after(start):
         ready = graph.call_function(ops.wait, (start,))
-    with gradient.meta["val"].fake_mode:
-        value = ops.swap_out(gradient.meta["val"], ctx.host, "pinned")
+    value = host_value(gradient.meta["val"], ctx.bounds, ctx.host)
     start.meta = {"val": value, INFO: NodeInfo(f"{name}/out")}
     ready.meta = {"val": value, INFO: NodeInfo(name)}
     return ready
