@@ -13,7 +13,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, takewhile
 
 import sympy
 import torch
@@ -43,6 +43,8 @@ _TURNS = frozenset({_aten.transpose.int, _aten.permute.default})
 # How many ops that are no part of a call may come between where a member stood and where it is computed.
 _NEAR = 2
 _MOST_OPERANDS, _MOST_MEMBERS, _MOST_CAT = 24, 64, 4
+# Of computing a value again, in bytes that are kept: of two choices that keep as much, the one with fewer ops.
+_OP_PRICE = 1e-3
 # Positions have room between them for calls that wait for one another.
 _STEP = 1 << 16
 
@@ -122,50 +124,39 @@ def _compute_in_backward(graph: fx.Graph, bounds: Bounds, kept: set[fx.Node]) ->
     border = border_of(graph)
     if border is None:
         return
-    forward: set[fx.Node] = set()
-    for node in graph.nodes:
-        if node is border:
-            break
-        forward.add(node)
-    makers = [n for n in forward_order(graph, border) if n not in kept and _joins(n) and n.target not in _ROW_SUMS]
-    in_any_case, wanted = set[fx.Node](), set[fx.Node]()
-    sizes = {n: _numel(n.meta["val"]) for n in makers}
-    for node in forward:
-        for reader in _readers(node) if node.op == "call_function" and not is_view(node) else ():
-            if reader.op == "output" or (reader not in forward and not (node in sizes and _takes(reader, sizes[node], kept))):
-                in_any_case.add(node)
-            elif reader not in forward:
-                wanted.add(node)
-    prices = {n: float(sum(bounds.bytes_of(v) for v in tensors_in(n.meta.get("val")))) * 1e-9 for n in forward if n.op == "call_function"}
-    remakes, remade = [], []
-    for node in makers:
-        if node in in_any_case:
-            continue
-        reads = [_base(o) for o in node.all_input_nodes if not is_symbol(o)]
-        if any(_is_tuple_part(r) for r in reads):
-            reads = [r for r in reads if r not in in_any_case]
-        needed = tuple(dict.fromkeys(r for r in reads if r.op == "call_function" and r not in in_any_case and not _of_parameters(r)))
-        remakes.append(Remake(1e-12, needed, (node,)))
-        remade.append(node)
-    known = {v for r in remakes for v in (*r.reads, *r.makes)}
-    again = made_again(remakes, {v: prices[v] for v in known}, frozenset(wanted & known))
-    inside = {node for node, yes in zip(remade, again, strict=True) if yes}
+    forward = list(takewhile(lambda node: node is not border, graph.nodes))
+    inside, at = _made_inside(forward, bounds, kept), {node: i for i, node in enumerate(forward)}
     node = border.next
     while node.op != "output":
         if node not in kept and _joins(node):
-            copies: dict[fx.Node, fx.Node] = {}
-            for operand in list(node.all_input_nodes):
-                if _base(operand) in inside:
-                    node.replace_input_with(operand, _copied(graph, operand, node, inside, copies))
+            for operand in node.all_input_nodes:
+                _give_copy(graph, operand, node, inside, at)
         node = node.next
 
 
-def forward_order(graph: fx.Graph, border: fx.Node) -> Iterator[fx.Node]:
-    """The nodes before the border."""
-    for node in graph.nodes:
-        if node is border:
-            return
-        yield node
+def _made_inside(forward: Sequence[fx.Node], bounds: Bounds, kept: set[fx.Node]) -> set[fx.Node]:
+    """The forward ops that backward's calls compute again for themselves: the least bytes are then kept of forward.
+
+    What backward reads otherwise, or forward returns, is there in any case.
+    """
+    order = set(forward)
+    sizes = {n: _numel(n.meta["val"]) for n in forward if n not in kept and _joins(n) and n.target not in _ROW_SUMS}
+    there, wanted = set[fx.Node](), set[fx.Node]()
+    for node in forward:
+        for reader in _readers(node) if node.op == "call_function" and not is_view(node) else ():
+            if reader.op == "output" or (reader not in order and not (node in sizes and _takes(reader, sizes[node], kept))):
+                there.add(node)
+            elif reader not in order:
+                wanted.add(node)
+    remakes = []
+    for node in (n for n in sizes if n not in there):
+        reads = dict.fromkeys(_base(o) for o in node.all_input_nodes if not is_symbol(o))
+        needed = tuple(r for r in reads if r.op == "call_function" and r not in there and not _of_parameters(r))
+        remakes.append(Remake(_OP_PRICE, needed, (node,)))
+    values = {v for remake in remakes for v in (*remake.reads, *remake.makes)}
+    prices = {v: float(sum(bounds.bytes_of(t) for t in tensors_in(v.meta.get("val")))) for v in values}
+    again = made_again(remakes, prices, frozenset(wanted & values))
+    return {remake.makes[0] for remake, yes in zip(remakes, again, strict=True) if yes}
 
 
 def _takes(reader: fx.Node, size: sympy.Expr, kept: set[fx.Node]) -> bool:
@@ -175,25 +166,30 @@ def _takes(reader: fx.Node, size: sympy.Expr, kept: set[fx.Node]) -> bool:
     return bool(_numel(reader.all_input_nodes[0].meta["val"] if reader.target in _ROW_SUMS else reader.meta["val"]) == size)
 
 
-def _is_tuple_part(node: fx.Node) -> bool:
-    return getattr(node.target, "__name__", "") == "getitem"
-
-
 def _of_parameters(node: fx.Node) -> bool:
-    """True for what one parameter gives without an activation: it is there again whenever the parameter is."""
+    """True for what parameters give without an activation: it is there again whenever they are."""
     return bool(node.all_input_nodes) and all(_base(o).op == "placeholder" and info(_base(o)).fqn is not None for o in node.all_input_nodes)
 
 
-def _copied(graph: fx.Graph, wanted: fx.Node, before: fx.Node, inside: set[fx.Node], copies: dict[fx.Node, fx.Node]) -> fx.Node:
-    """A copy of a value and of what it is made from, as far as that is not kept, in front of a node."""
-    if wanted in copies or not (_base(wanted) in inside):
-        return copies.get(wanted, wanted)
-    found = {o: _copied(graph, o, before, inside, copies) for o in wanted.all_input_nodes}
-    with graph.inserting_before(before):
-        made = copy_node(graph, wanted, found.__getitem__)
-    made.meta[INFO] = NodeInfo(f"{name_of(wanted)}~{name_of(before)}")
-    copies[wanted] = made
-    return made
+def _give_copy(graph: fx.Graph, operand: fx.Node, reader: fx.Node, inside: set[fx.Node], at: Mapping[fx.Node, int]) -> None:
+    """Lets a reader have a copy of what it reads, and of all that it is made from inside, in front of it; no chain through half a model.
+
+    `at`: where forward's nodes stand.
+    """
+    chain, work = dict[fx.Node, None](), [operand]
+    while work:
+        node = work.pop()
+        if _base(node) in inside and node not in chain:
+            chain[node] = None
+            work += node.all_input_nodes
+    if not chain or len(chain) > _MOST_MEMBERS // 2:
+        return
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in sorted(chain, key=at.__getitem__):
+        with graph.inserting_before(reader):
+            copies[node] = copy_node(graph, node, lambda n: copies.get(n, n))
+        copies[node].meta[INFO] = NodeInfo(f"{name_of(node)}~{name_of(reader)}")
+    reader.replace_input_with(operand, copies[operand])
 
 
 # Which join -----------------------------------------------------------------------------------------------------------
