@@ -8,13 +8,13 @@ from collections import Counter
 import pytest
 import torch
 from runs import FRACTIONS, Row, fault, rows
-from zoo import FAMILIES, lora
+from zoo import FAMILIES, llama, lora
 
 import fxoffload
 from fxoffload.fusion import fused, run_program
 from fxoffload.testing.simulated_device import SimulatedDevice
 
-_QUICK = ("lora", "gpt2")
+_QUICK = ("lora",)
 
 
 def unlike(row: Row, free: Row) -> str:
@@ -36,7 +36,7 @@ def test_fused_programs_op_by_op_train_bit_equal_inside_the_budget(family: str, 
 @pytest.mark.integration
 def test_kernels_of_fused_programs_give_the_losses_of_plain_pytorch() -> None:
     """Compiled for the CPU, sizes symbolic, a smaller batch among the steps."""
-    plain = lora()
+    plain = llama()
     model, batch = copy.deepcopy(plain.model), plain.batch
     fxoffload.compile(model, batch, device="cpu", device_budget="1GiB", numerics="reordered", executor="inductor")
     graph = next(iter(model.fxoffload.graphs.values()))  # type: ignore[union-attr]

@@ -20,13 +20,14 @@ from fxoffload.places import named_constants, named_weights
 
 pytestmark = pytest.mark.integration
 BATCHES = [tokens(seed=i) for i in range(3)]
-TIGHT = "394KiB"
 FORMATS: dict[str, dict[str, Any]] = {
     "nf4, scales quantized too": dict(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=torch.bfloat16),
     "fp4": dict(load_in_4bit=True, bnb_4bit_quant_type="fp4", llm_int8_skip_modules=["lm_head", "gate_proj"]),
     "int8": dict(load_in_8bit=True),
 }
+# Close to the least that each runs in.
+TIGHT = {"nf4, scales quantized too": "394KiB", "fp4": "388KiB", "int8": "388KiB"}
 
 
 def config() -> tf.LlamaConfig:
@@ -67,11 +68,11 @@ def test_a_plan_from_the_config_is_the_real_models_and_runs_it(folder: Path, nam
     quantization = tf.BitsAndBytesConfig(**FORMATS[name])
     real = quantized(folder, quantization)
     planned = fxoffload.plan(
-        config(), (2, 32), quantization=quantization, lora=adapters(), device_budget=TIGHT, machine="cpu")
-    assert planned == fxoffload.plan(real, BATCHES[0], device_budget=TIGHT, machine="cpu")
+        config(), (2, 32), quantization=quantization, lora=adapters(), device_budget=TIGHT[name], machine="cpu")
+    assert planned == fxoffload.plan(real, BATCHES[0], device_budget=TIGHT[name], machine="cpu")
     assert planned.count()["gather"] > 20 and planned.count()["swapout"] > 10  # or there is little to run
     plain = copy.deepcopy(real)
-    compiled = fxoffload.compile(real, BATCHES[0], device="cpu", device_budget=TIGHT, machine="cpu", plan=planned, replan=False)
+    compiled = fxoffload.compile(real, BATCHES[0], device="cpu", device_budget=TIGHT[name], machine="cpu", plan=planned, replan=False)
     assert train(compiled, BATCHES) == train(plain, BATCHES)
     compiled.fxoffload.close()
     assert_same(plain, compiled)
