@@ -97,16 +97,20 @@ def _earlier(schedule: Schedule, found: Scan, free: Bytes, before_use: list[floa
     position = schedule.position
     gone: dict[Storage, int] = {spill.storage: position[spill.until] for spill in found.spills}
     border = _border_position(schedule)
-    loads = []
-    # From the last load backwards: a load's copy must end before its use and before the next copy on the channel starts.
-    deadline_s = float("inf")
-    for load in sorted(found.loads, key=lambda one: -one.before):
+    in_order = sorted(found.loads, key=lambda one: one.before)
+    # A copy must end before its use and before the next copy on the channel has to start.
+    in_time, deadline_s = [0] * len(in_order), float("inf")
+    for i in reversed(range(len(in_order))):
+        load = in_order[i]
+        deadline_s = min(deadline_s, before_use[position[load.before]]) - rates.load_s(load.storage) * _SLACK
+        in_time[i] = bisect_right(before_use, deadline_s) - 1
+    # What is used first has memory first, and is copied first.
+    loads, start = [], 0
+    for load, wanted in zip(in_order, in_time, strict=True):
         at = position[load.before]
-        deadline_s = min(deadline_s, before_use[at]) - rates.load_s(load.storage) * _SLACK
         # A copy that is under way cannot be handed from forward to backward.
         lowest = max(gone.get(load.storage, -1) + 1, border + 1 if at > border else 0)
-        in_time = bisect_right(before_use, deadline_s) - 1
-        start = _first_with_room(free, min(at, max(lowest, in_time)), at, load.storage.n_bytes)
+        start = _first_with_room(free, min(at, max(lowest, wanted, start)), at, load.storage.n_bytes)
         free[start:at] -= load.storage.n_bytes
         loads.append(Load(load.storage, load.before, schedule.events[start].index))
     return sorted(loads, key=lambda one: (one.before, one.start))
