@@ -24,7 +24,7 @@ from .integrations import transformers
 from .outputs import detached, has_shadows, only_loss, with_lazy_outputs
 from .swapped import plain_forward
 from .torch_compat import CAPTURE_FAILURES, CompiledStep, capture_config, failure_text, inner_error, mark_dynamic
-from .walk import Walk
+from .walk import Walk, Walks
 
 if TYPE_CHECKING:
     from .session import Session
@@ -86,7 +86,11 @@ class Router:
     generations: list[Generation] = field(default_factory=list)
     variants: dict[object, str] = field(default_factory=dict)
     captures: int = 0
+    walks: Walks = field(init=False)
     _told: bool = False
+
+    def __post_init__(self) -> None:
+        self.walks = Walks(self.session.model)
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The model's forward on this batch, planned before it runs. Raises PlanError when that cannot be."""
@@ -120,6 +124,7 @@ class Router:
         for generation in self.generations:
             generation.step.forget()
         self.generations.clear()
+        self.walks.forget()
         self.scope, self.maxima = {}, {}
 
     def leave_out_nothing(self) -> None:
@@ -173,7 +178,7 @@ class Router:
         generation = self._generation(call)
         is_new = generation not in self.generations
         self.maxima, self.scope = generation.maxima, {"module": self.session.model, "args": call.args, "kwargs": call.kwargs}
-        walk = Walk.over(self.session.model)
+        walk = self.walks.now()
         lazy = LazyCall.of(self, call, walk) if torch.is_grad_enabled() and self.shadows else None
         try:
             with self.session.home.entered(), capture_config(), call.look.entered():
@@ -240,7 +245,7 @@ class LazyCall:
         session = self.router.session
         if session.closed:
             raise RuntimeError("this output was not read before close()")
-        walk = Walk.over(session.model)
+        walk = self.router.walks.now()
         if self.written != session.writes.state(walk.parameters):
             raise RuntimeError("this output was not read before the parameters changed; read it before optimizer.step()")
         modules = walk.modules

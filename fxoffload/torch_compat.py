@@ -254,6 +254,17 @@ def source_names(gm: fx.GraphModule) -> list[str | None]:
     return names
 
 
+def dict_versions(tables: Iterable[dict[str, Any]]) -> list[int] | None:
+    """One number per table, which differs after every write into it; None where this torch or Python cannot tell."""
+    return None if _dict_version is None else list(map(_dict_version, tables))
+
+
+try:
+    from torch._C._dynamo.guards import dict_version as _dict_version
+except ImportError:
+    _dict_version = None  # type: ignore[assignment]
+
+
 def device_sleep(cycles: int) -> None:
     """Keeps the current CUDA stream busy for `cycles` of the device's clock (torch.cuda._sleep)."""
     torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]

@@ -1,10 +1,12 @@
-"""One walk over a model's modules, for all that looks at them in every call: 8B with LoRA has 2,600, and a walk takes 2 ms."""
+"""One walk over a model's modules, for all that looks at them in every call: 8B with LoRA has 2,600, and a walk takes 4 ms."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import nn
+
+from .torch_compat import dict_versions
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,3 +28,25 @@ class Walk:
                 stack += [child for child in reversed(module._modules.values()) if child is not None]
         parameters = {id(p): p for module in modules for p in module._parameters.values() if p is not None}
         return Walk(list(modules), list(parameters.values()))
+
+
+@dataclass(slots=True)
+class Walks:
+    """The walks over one model: where no table of children or of parameters was written since, the last one is still true."""
+
+    model: nn.Module
+    _last: Walk | None = None
+    _tables: list[dict[str, object]] = field(default_factory=list)
+    _versions: list[int] | None = None
+
+    def now(self) -> Walk:
+        """The Walk over the model as it is now."""
+        if self._last is None or self._versions is None or dict_versions(self._tables) != self._versions:
+            self._last = Walk.over(self.model)
+            self._tables = [table for module in self._last.modules for table in (module._modules, module._parameters)]  # type: ignore[misc]
+            self._versions = dict_versions(self._tables)
+        return self._last
+
+    def forget(self) -> None:
+        """Holds no module any more."""
+        self._last, self._tables, self._versions = None, [], None

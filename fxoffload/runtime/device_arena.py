@@ -19,6 +19,7 @@ class DeviceArena:
         self.n_bytes = 0
         self._storage: torch.UntypedStorage | None = None
         self._stream: Any = None
+        self._lasting: dict[tuple[object, ...], torch.Tensor] = {}
 
     def reserve(self, n_bytes: int) -> None:
         """From its next use on the arena has at least `n_bytes`."""
@@ -26,10 +27,10 @@ class DeviceArena:
 
     def take(self) -> bool:
         """True when a step may begin to use the arena: nothing looks into it."""
-        if self._storage is not None and torch._C._storage_Use_Count(self._storage._cdata) > 1:
+        if self._storage is not None and torch._C._storage_Use_Count(self._storage._cdata) > 1 + len(self._lasting):
             return False
         if self._storage is None or self._storage.nbytes() < self.n_bytes:
-            self._storage = None
+            self._forget()
             self._storage = torch.empty(self.n_bytes, dtype=torch.uint8, device=self.device).untyped_storage()
         self._follow()
         return True
@@ -56,9 +57,22 @@ class DeviceArena:
         out.set_(self._storage, offset // dtype.itemsize, shape, stride)  # type: ignore[arg-type]
         return out
 
+    def lasting(self, offset: int, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """The same, made once for all steps. It does not tell that a step has the arena."""
+        key = offset, tuple(shape), tuple(stride), dtype
+        known = self._lasting.get(key)
+        if known is None:
+            known = self._lasting[key] = self.strided(*key)
+        return known
+
     def release(self) -> None:
         """Gives the bytes back once nothing looks into them."""
-        self._storage, self.n_bytes = None, 0
+        self._forget()
+        self.n_bytes = 0
+
+    def _forget(self) -> None:
+        self._storage = None
+        self._lasting.clear()
 
     def _follow(self) -> None:
         """A step on another stream than the last one waits for it: it writes where the last one wrote."""

@@ -105,8 +105,8 @@ def recordings_for(device: torch.device, engine: SynchronousEngine | StreamEngin
 @dataclass(slots=True)
 class _Recording:
     """`inputs`: positions of arguments that come anew, and where each is read; `outputs`: one way per result to give it to the caller;
-    `copied`: results that are copied out, and `fresh`, their copies of the step at work; `lent`: host memory that the caller gets, and
-    how many look into it while he does not."""
+    `copied`: results that are copied out, and `fresh`, their copies of the step at work; `in_arena`: how many results lie there; `lent`:
+    host memory that the caller gets, and how many look into it while he does not."""
 
     replay: Callable[[], None]
     recorded: Recorded
@@ -114,6 +114,7 @@ class _Recording:
     outputs: list[Callable[[Given], object]] = field(default_factory=list)
     copied: list[torch.Tensor] = field(default_factory=list)
     fresh: list[torch.Tensor] = field(default_factory=list)
+    in_arena: int = 0
     lent: list[tuple[torch.UntypedStorage, int]] = field(default_factory=list)
 
     def is_free(self) -> bool:
@@ -211,9 +212,15 @@ class Replay:
         if result.untyped_storage().data_ptr() == place[0]:
             # Not by where its elements are: it may have none.
             offset, arena = int(result.storage_offset()) * dtype.itemsize, self._arena
-            return lambda _: arena.strided(offset, shape, stride, dtype)
+            recording.in_arena += 1
+            if recording.in_arena == 1:  # while it lives, the step has the arena
+                return lambda _: arena.strided(offset, shape, stride, dtype)
+            return lambda _: arena.lasting(offset, shape, stride, dtype)
+        position = len(recording.copied)
+        if torch.ops.aten.is_non_overlapping_and_dense(result):
+            recording.copied.append(_over(_flat(result), shape, stride))
+            return lambda _: recording.fresh[position]
         recording.copied.append(_flat(result))
-        position = len(recording.copied) - 1
         return lambda _: _over(recording.fresh[position], shape, stride)
 
     def _replayed(self, recording: _Recording, arguments: list[object]) -> Results:
@@ -223,7 +230,7 @@ class Replay:
             if recording.inputs:
                 torch._foreach_copy_([there for _, there in recording.inputs], [_flat(given[i]) for i, _ in recording.inputs])
             recording.replay()
-            recording.fresh = [torch.empty_like(one) for one in recording.copied]
+            recording.fresh = [torch.empty_like(one) for one in recording.copied]  # of the same strides: all are dense
             if recording.fresh:
                 torch._foreach_copy_(recording.fresh, recording.copied)
             results = [output(given) for output in recording.outputs]
