@@ -76,8 +76,7 @@ def duplex(bench: Bench) -> dict[str, float]:
 
 def contention(bench: Bench, kind: str) -> float:
     """Seconds of compute that one second of a concurrent copy to the device costs; `kind`: "matrix" or "memory"."""
-    left, right = bench.values(_SIDE, _SIDE), bench.values(_SIDE, _SIDE)
-    act: Act = (lambda: torch.mm(left, right)) if kind == "matrix" else (lambda: torch.add(left, right))
+    act = _compute(bench)[kind]
     copies = _Copies(bench, Channel.H2D)
     once = bench.clock.seconds(act, bench.deadline.left_s() / 4)
     copy_s = bench.clock.seconds(lambda: copies.target.copy_(copies.source, non_blocking=True), bench.deadline.left_s() / 4)
@@ -86,6 +85,41 @@ def contention(bench: Bench, kind: str) -> float:
     alone_s = min(_acts_s(act, n_acts, None, 0) for _ in range(3))
     beside_s = min(_acts_s(act, n_acts, copies, n_copies) for _ in range(3))
     return min(max((beside_s - alone_s) / beside_s, 0.0), 1.0)
+
+
+def lost_beside_compute(bench: Bench, channel: Channel) -> float:
+    """The share of its rate that a copy loses while products and ops bound by memory run in turns."""
+    acts = _compute(bench)
+
+    def both() -> None:
+        for act in acts.values():
+            act()
+
+    copies, n_copies = _Copies(bench, channel), 12
+    copy_s = bench.clock.seconds(lambda: copies.target.copy_(copies.source, non_blocking=True), bench.deadline.left_s() / 4)
+    n_acts = int(2 * n_copies * copy_s / bench.clock.seconds(both, bench.deadline.left_s() / 4)) + 1  # longer than the copies
+    alone_s = min(_copies_s(copies, n_copies, both, 0) for _ in range(3))
+    beside_s = min(_copies_s(copies, n_copies, both, n_acts) for _ in range(3))
+    return min(max((beside_s - alone_s) / beside_s, 0.0), 1.0)
+
+
+def _compute(bench: Bench) -> dict[str, Act]:
+    """What copies compete with, by kind."""
+    left, right = bench.values(_SIDE, _SIDE), bench.values(_SIDE, _SIDE)
+    product, total = torch.empty_like(left), torch.empty_like(left)
+    return {"matrix": lambda: torch.mm(left, right, out=product), "memory": lambda: torch.add(left, right, out=total)}
+
+
+def _copies_s(copies: _Copies, n_copies: int, act: Act, n_acts: int) -> float:
+    start = torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize()
+    device_sleep(_ISSUE_CYCLES)
+    start.record()
+    copies.issue(n_copies, start)
+    for _ in range(n_acts):
+        act()
+    torch.cuda.synchronize()
+    return start.elapsed_time(copies.end) * 1e-3
 
 
 def _acts_s(act: Act, n_acts: int, copies: _Copies | None, n_copies: int) -> float:
