@@ -375,6 +375,18 @@ _PASSING = frozenset({
     "traced_tangents_descs", "tangent_source_stack_traces", "compile_id_str", "bw_donated_idxs", "dynamic_saved_tensors_idxs"})
 
 
+def triton_kernel_of(node: fx.Node) -> str | None:
+    """The name of the user's Triton kernel that a node launches (torch._higher_order_ops.triton_kernel_wrap); None for all else."""
+    from torch._higher_order_ops import triton_kernel_wrap as wrap
+
+    if node.target not in (wrap.triton_kernel_wrapper_mutation, wrap.triton_kernel_wrapper_functional):
+        return None
+    kernel: Any = wrap.kernel_side_table.get_kernel(cast(int, node.kwargs["kernel_idx"]))
+    while not hasattr(kernel, "__name__") and hasattr(kernel, "fn"):  # what tunes it stands around it
+        kernel = kernel.fn
+    return str(getattr(kernel, "__name__", kernel))
+
+
 def wrapper_facts() -> dict[str, object] | None:
     """What AOTAutograd's run-time wrappers of the step it is compiling are made from, as plain values: of two steps with equal facts
     they are the same. None before it is known (ViewAndMutationMeta; asked by the compilers of forward and inference)."""

@@ -6,14 +6,18 @@ from collections import Counter
 from typing import Any
 
 import pytest
+import torch
 import torch.fx as fx
 from fused_functions import CASES
 from runs import FRACTIONS, fault, rows
+from torch import nn
+from torch._higher_order_ops import triton_kernel_wrap
 from zoo import FAMILIES, Case
 
 import fxoffload
 from fxoffload import ops, text
 from fxoffload.graph import Role, border_of, info, name_of, operands, output_of
+from fxoffload.joint import inputs_of, step_graph
 from fxoffload.liveness import liveness
 from fxoffload.testing.simulated_device import SimulatedDevice
 
@@ -78,3 +82,34 @@ def loads(graph: fx.Graph) -> Counter[str]:
         if node.target in (ops.swap_in, ops.swap_in_many):
             found.update(str(info(source).fqn) for source in operands(node) if source.op == "placeholder")
     return found
+
+
+def scaled(x: torch.Tensor) -> torch.Tensor:
+    """Stands for a Triton kernel."""
+    return x
+
+
+def test_a_triton_kernel_that_the_model_calls_itself_is_refused_by_its_name() -> None:
+    joint = fx.Graph()
+    x = joint.placeholder("x")
+    x.meta["val"] = torch.empty(4)
+    index = triton_kernel_wrap.kernel_side_table.add_kernel(scaled)  # type: ignore[arg-type]
+    launched = joint.call_function(triton_kernel_wrap.triton_kernel_wrapper_functional, (), {"kernel_idx": index, "kwargs": {"x": x}})
+    launched.meta["nn_module_stack"] = {"": ("L['module'].layers.0.norm", nn.Module)}
+    joint.output((launched,))
+    with pytest.raises(fxoffload.PlanError, match=r"layers\.0\.norm calls the Triton kernel scaled, .*custom_op"):
+        step_graph(joint, inputs_of([None]), 1)
+
+
+class Choosing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cond(x.sum() > 0, torch.sin, torch.cos, (self.linear(x),)).sum()
+
+
+def test_a_graph_inside_of_an_op_is_refused_where_it_stands() -> None:
+    with pytest.raises(fxoffload.PlanError, match="uses cond, which cannot be planned"):
+        fxoffload.plan(Choosing(), torch.randn(4, 8), device_budget="1GiB", machine="cpu")
