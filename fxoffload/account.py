@@ -10,13 +10,13 @@ import torch.fx as fx
 from .cost import optimizer_s
 from .effects import Channel
 from .graph import Bounds
-from .liveness import largest_live
+from .liveness import Kind, Liveness, Storage, is_view, largest_live, liveness
 from .machine import Machine
 from .optimizer_states import Own, States
 from .reasons import ISSUE, Reasons, Tried
 from .simulate import Simulation
 from .timeline import Span, Timeline
-from .work import product_of
+from .work import product_of, reads_rows
 
 N_LARGEST = 10
 
@@ -61,6 +61,25 @@ def limits(lowered: fx.Graph, bounds: Bounds, machine: Machine, moved_bytes: Map
     products = (product_of(node, bounds) for node in lowered.nodes if node.op == "call_function")
     compute_s = sum(work.n_flops / rates.get(work.dtype, max(rates.values())) for work in products if work is not None)
     return {"compute": compute_s + (machine.contention.matrix or 0.0) * sum(copies.values()), **copies, "host": None}
+
+
+def least_limits(step: fx.Graph, bounds: Bounds, machine: Machine, device_bytes: int) -> dict[str, float | None]:
+    """Seconds, as in `limits`, that no way of executing a captured step goes below, whoever plans it, where it may use `device_bytes` of
+    the device: every product once, and of the parameters what cannot be there already.
+
+    Between two steps, as between forward and backward, no more than `device_bytes` of parameters are on the device, so each half must be
+    given at least the rest of those that it reads. Activations, gradients and rows of a table that are looked up count nothing.
+    """
+    live = liveness(step, bounds)
+    parameters = [storage for storage in live.uses if storage.is_input and storage.kind is Kind.PARAMETER]
+    read_bytes = (sum(s.n_bytes for s in parameters if _is_read(live, s, half)) for half in (False, True))
+    return limits(step, bounds, machine, {Channel.H2D.value: sum(max(0, n_bytes - device_bytes) for n_bytes in read_bytes)})
+
+
+def _is_read(live: Liveness, storage: Storage, in_backward: bool) -> bool:
+    """Whether all of a parameter is read in that half."""
+    readers = (live.nodes[i] for i in live.uses[storage] if (i > live.border) is in_backward)
+    return any(node.op == "call_function" and not is_view(node) and not reads_rows(node) for node in readers)
 
 
 # The optimizer that keeps so many tensors of a parameter's own shape and dtype, and whose seconds `cost` knows.

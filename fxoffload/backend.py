@@ -44,7 +44,7 @@ from .pipeline import Context, get_pass
 from .planner import USER_SCALAR_BYTES, Parameter, Problem, Solution, outside_bytes, place_parameters, solve
 from .plans import GraphPlan, Plan, Prediction, Reside, versions_here
 from .router import DIMENSIONS
-from .runtime.executor import boxed, compile_eager
+from .runtime.executor import boxed, compile_eager, gradients_end
 from .runtime.host_memory import HostMemory
 from .runtime.transfers import engine_for
 from .sizes import format_bytes, parse_bytes
@@ -148,17 +148,17 @@ class _Step:
         return fx.GraphModule(root_of(halves.forward), halves.forward), fx.GraphModule(root_of(halves.backward), halves.backward)
 
     def _forward(self, gm: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
-        return boxed(Litter(lies=True).swept_before(compile_eager(gm.graph, self.engine, finishes=False)))
+        return boxed(Litter(lies=True).swept_before(compile_eager(gm.graph, self.engine, None)))
 
     def _backward(self, gm: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
-        return compile_eager(gm.graph, self.engine, finishes=True)
+        return compile_eager(gm.graph, self.engine, gradients_end(gm.graph, self.engine))
 
     def _inference(self, gm: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
         n_outputs = len(gm.graph.output_node().args[0])  # type: ignore[arg-type]
         lowered = self._lowered(step_graph(gm.graph, self.refs, n_outputs), "forward")
         output = lowered.output_node()
         output.args = (output.args[0][0],)  # type: ignore[index]
-        return boxed(Litter(lies=True).swept_before(compile_eager(lowered, self.engine, finishes=False)))
+        return boxed(Litter(lies=True).swept_before(compile_eager(lowered, self.engine, None)))
 
     def _lowered(self, graph: fx.Graph, kind: str) -> fx.Graph:
         bounds = self._bounds(graph)

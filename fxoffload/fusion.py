@@ -14,11 +14,11 @@ import torch
 import torch.fx as fx
 
 from .graph import Bounds
+from .torch_compat import Size
 
 _LIBRARY = torch.library.Library("fxo", "FRAGMENT")
 _END = "; "
 
-Size = int | torch.SymInt
 Program = Callable[..., list[torch.Tensor]]
 
 

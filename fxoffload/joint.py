@@ -13,6 +13,7 @@ from . import ops
 from .effects import Tier
 from .graph import BORDER, INFO, OUTPUT, NodeInfo, Role, constant_of, is_symbol, module_path, op_name, set_constant
 from .errors import PlanError
+from .torch_compat import triton_kernel_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +35,10 @@ def step_graph(joint: fx.Graph, inputs: Sequence[InputRef], n_forward_outputs: i
     """The Step's Graph from a joint graph whose first placeholders are `inputs` and whose others are tangents.
 
     Gathers and sinks of the capture are taken out: the result speaks of values on the compute device only, the same text for
-    every residency. Output: ((forward outputs), (gradients)). Raises PlanError when the placeholders do not match.
+    every residency. Output: ((forward outputs), (gradients)). Raises PlanError when the placeholders do not match, and for an op whose
+    inside is another graph or a kernel: what it reads, writes and holds nobody tells.
     """
+    _refuse_higher_order(joint)
     placeholders = joint.find_nodes(op="placeholder")
     if len(placeholders) < len(inputs):
         raise PlanError(f"capture gave {len(placeholders)} inputs, {len(inputs)} were expected")
@@ -59,6 +62,16 @@ def step_graph(joint: fx.Graph, inputs: Sequence[InputRef], n_forward_outputs: i
     result = graph.output((tuple(map(lookup, forward_outputs)), tuple(map(lookup, gradients)) if has_backward else ()))
     result.meta[INFO] = NodeInfo(OUTPUT)
     return graph
+
+
+def _refuse_higher_order(joint: fx.Graph) -> None:
+    for node in joint.nodes:
+        if isinstance(node.target, torch._ops.HigherOrderOperator):
+            kernel = triton_kernel_of(node)
+            what = f"calls the Triton kernel {kernel}" if kernel else f"uses {node.target.name()}"
+            raise PlanError(
+                f"{module_path(node) or 'the model'} {what}, which cannot be planned: make an op of what calls it (torch.library.custom_op, "
+                "with register_fake and register_autograd), or have PyTorch's own ops there")
 
 
 def _flat_outputs(joint: fx.Graph) -> list[object]:

@@ -36,9 +36,9 @@ from .places import Places, moves_in_place
 from .router import CaptureComplete, Recapture, Router
 from .runtime.allocator import Cap, meter_for
 from .runtime.device_arena import DeviceArena
-from .runtime.executor import boxed, compile_eager, compile_placed
+from .runtime.executor import boxed, compile_eager, compile_placed, gradients_end
 from .runtime.host_memory import HostMemory
-from .runtime.replay import recordings_for
+from .runtime.replay import End, recordings_for
 from .runtime.transfers import engine_for
 from .split import split
 from .study import Study
@@ -170,10 +170,11 @@ class Session:
     def _compile_half(self, gm: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
         allow_second_backward()
         self._note_wrappers()
-        return self._executable(gm.graph, finishes=False)
+        return self._executable(gm.graph, None)
 
     def _compile_backward(self, gm: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
-        run, planning = self._compiled(gm.graph, finishes=True, continues=True), weakref.ref(self.planning)
+        run = self._compiled(gm.graph, gradients_end(gm.graph, self.engine), continues=True)
+        planning = weakref.ref(self.planning)
         trained = [weakref.ref(p) for p in self.model.parameters() if p.requires_grad]
 
         def noticing(arguments: list[Any]) -> Any:
@@ -194,7 +195,7 @@ class Session:
         self._note_wrappers()
         output = lowered.output_node()
         output.args = (output.args[0][0],)  # type: ignore[index]
-        return self._executable(lowered, finishes=True)
+        return self._executable(lowered, self.engine.settle)
 
     def _note_wrappers(self) -> None:
         for noting in (self.storing, self.restoring):
@@ -207,8 +208,8 @@ class Session:
         output_of(lowered).meta[text.LABEL] = label
         self._keep(label, lowered)
 
-    def _executable(self, graph: fx.Graph, finishes: bool) -> Callable[..., Any]:
-        run, dry = self.litter.swept_before(self._compiled(graph, finishes)), self.router.dry
+    def _executable(self, graph: fx.Graph, end: End | None) -> Callable[..., Any]:
+        run, dry = self.litter.swept_before(self._compiled(graph, end)), self.router.dry
 
         def guarded(arguments: list[Any]) -> Any:
             if dry.on:
@@ -217,14 +218,14 @@ class Session:
 
         return boxed(guarded)
 
-    def _compiled(self, graph: fx.Graph, finishes: bool, continues: bool = False) -> Callable[..., Any]:
+    def _compiled(self, graph: fx.Graph, end: End | None, continues: bool = False) -> Callable[..., Any]:
         if self.arena is not None:
             whole = output_of(graph).meta.get(_WHOLE, output_of(graph))
             recordings = self.recordings if whole.meta[_REPLAYS] else None
-            return compile_placed(graph, self.engine, finishes, self.arena, continues, recordings)
+            return compile_placed(graph, self.engine, end, self.arena, continues, recordings)
         if self.meter is None:
-            return compile_eager(graph, self.engine, finishes)
-        return self.meter.watched(compile_eager(graph, self.engine, finishes, self.meter.observe), graph)
+            return compile_eager(graph, self.engine, end)
+        return self.meter.watched(compile_eager(graph, self.engine, end, self.meter.observe), graph)
 
     def _lower(self, graph: fx.Graph) -> fx.Graph:
         if self.options.planning_only:
@@ -296,6 +297,7 @@ class Session:
         if self.closed:
             return
         self.closed = True
+        self.engine.settle()
         self.router.close()
         self.writes.close()
         self.swap.undo()

@@ -37,6 +37,11 @@ class Home:
         self.session: Any = None
         self.forward: Callable[..., Any] | None = None
 
+    def settle(self) -> None:
+        """Outside a call: copies of an earlier one that still read host memory have ended, and it may be written."""
+        if not self.active and self.session is not None:
+            self.session.engine.settle()
+
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
         """Parameters are read as their device copies inside."""
@@ -81,6 +86,8 @@ def swapped_class(cls: type[nn.Module], names: tuple[str, ...], root: bool, over
         "__doc__": cls.__doc__,
         "__reduce_ex__": _reduce_to_plain,
         "_apply": _apply_in_place,
+        "_named_members": _settled("_named_members"),
+        "_load_from_state_dict": _settled("_load_from_state_dict"),
         "_replicate_for_data_parallel": _refuse_replicas,
     })
     namespace.update(overrides or {})
@@ -103,7 +110,10 @@ def _parameter_property(name: str) -> property:
             return self.__dict__[name] if name in self.__dict__ else nn.Module.__getattr__(self, name)
         value = self._parameters[name]
         home = self.__dict__[HOME]
-        if value is None or not home.active or not home.is_host and value.device == home.device:
+        if not home.active:
+            home.settle()
+            return value
+        if value is None or not home.is_host and value.device == home.device:
             return value
         return torch.ops.fxo.gather(value, home.device)
 
@@ -114,6 +124,19 @@ def _parameter_property(name: str) -> property:
         del self.__dict__[name]
 
     return property(get, put, delete)
+
+
+def _settled(name: str) -> Callable[..., Any]:
+    """The class's own method, which gives the module's parameters to the caller, or writes them, behind the copies that still read them."""
+
+    def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        home = self.__dict__.get(HOME)
+        if home is not None:
+            home.settle()
+        return getattr(super(type(self), self), name)(*args, **kwargs)
+
+    method.__name__ = name
+    return method
 
 
 def _routed(cls: type[nn.Module]) -> Callable[..., Any]:
@@ -167,6 +190,10 @@ def _reduce_to_plain(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
 
 def _apply_in_place(self: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
     """`module.to` and the like: a change of dtype passes; a move between devices does not concern what the plan has placed."""
+
+    home = self.__dict__.get(HOME)
+    if home is not None:
+        home.settle()
 
     def staying(tensor: torch.Tensor) -> torch.Tensor:
         probe = fn(torch.empty(0, dtype=tensor.dtype, device=tensor.device))

@@ -45,15 +45,16 @@ COLUMNS = (Kind.PARAMETER, Kind.ACTIVATION, Kind.GRADIENT)
 COLUMN_PREFIX = re.compile(r"^(?:\s*[\d.]+ [KMGTPE]?i?[Bb]\w*\s*\|){3} ?")
 
 
-def render(graph: fx.Graph, bounds: Bounds | None = None, columns: bool = True) -> str:
+def render(graph: fx.Graph, bounds: Bounds | None = None, columns: bool = True, offsets: bool = False) -> str:
     """The text of `graph`, ending in a newline. With `columns`, each line starts with the device bytes of parameters, activations
-    and gradients alive at the node (after it, for a release). `bounds` default to the hints of the graph's symbols.
+    and gradients alive at the node (after it, for a release); with `offsets` types say where in its memory a view begins. `bounds`
+    default to the hints of the graph's symbols.
 
     Raises ValueError naming the node for what has no text (higher-order ops, submodules), KeyError for a symbol without maximum.
     """
     bounds = bounds or hint_bounds(graph)
     live = liveness(graph, bounds if columns else _NoBytes())
-    writer = Writer(graph, live)
+    writer = Writer(graph, live, offsets)
     lines = [writer.line(node) for node in graph.nodes]
     header = _header(output_of(graph).meta.get(LABEL, "graph"), bounds)
     if not columns:

@@ -21,7 +21,7 @@ from torch.utils._sympy.value_ranges import ValueRanges
 from . import fusion, neutral, products  # noqa: F401  (define the ops that texts name)
 from .effects import Tier
 from .graph import INFO, OUTPUT, Bounds, NodeInfo, Role
-from .torch_compat import symbol_hints
+from .torch_compat import Size, fake_tensor, symbol_hints
 from .text_words import CONSTANTS, DTYPES, FORMATS, HEADER, LAYOUTS, MODULES, contiguous_strides, expr_of, void_name
 
 _TOKEN = re.compile(
@@ -39,6 +39,10 @@ _WORDS: Mapping[str, object] = {
     **{word: value for value, word in LAYOUTS.items()},
 }
 _ENUMS: Mapping[str, Callable[[str], Enum]] = {"role": Role, "tier": Tier}
+
+
+# Sizes, strides and the element at which a tensor begins.
+Layout = tuple[list[Size], list[Size], Size]
 
 
 class Reader:
@@ -236,7 +240,7 @@ class _Values:
         self._mode = FakeTensorMode(shape_env=self._env, allow_non_fake_inputs=True)
         self._symbols = {name: _declare(self._env, name, maximum) for name, maximum in bounds.maxima.items()}
         self._exprs: dict[str, int | torch.SymInt] = {}
-        self._layouts: dict[str, tuple[list[int | torch.SymInt], list[int | torch.SymInt]]] = {}
+        self._layouts: dict[str, Layout] = {}
 
     def make(self, text: str, device: torch.device) -> object:
         """The fake value of a type; tensors are on `device`. Raises ValueError for what is not a type."""
@@ -256,14 +260,13 @@ class _Values:
     def _tensor(self, dtype: torch.dtype, text: str, device: torch.device) -> torch.Tensor:
         if text not in self._layouts:
             self._layouts[text] = self._layout(*_split(text, ";"))
-        with self._mode:
-            return torch.empty_strided(*self._layouts[text], dtype=dtype, device=device)
+        return fake_tensor(self._mode, *self._layouts[text], dtype, device)
 
-    def _layout(self, sizes: str = "", strides: str | None = None) -> tuple[list[int | torch.SymInt], list[int | torch.SymInt]]:
+    def _layout(self, sizes: str = "", strides: str = "", offset: str = "0") -> Layout:
         shape = [self.size(item) for item in _split(sizes, ",")]
-        if strides is not None:
-            return shape, [self.size(item) for item in _split(strides, ",")]
-        return shape, [self._sym(expr) for expr in contiguous_strides([expr_of(size) for size in shape])]
+        if strides:
+            return shape, [self.size(item) for item in _split(strides, ",")], self.size(offset)
+        return shape, [self._sym(expr) for expr in contiguous_strides([expr_of(size) for size in shape])], self.size(offset)
 
     def _scalar(self, word: str, text: str) -> object:
         if text in CONSTANTS:
@@ -329,8 +332,7 @@ class _SharedValues(_Values):
     def _tensor(self, dtype: torch.dtype, text: str, device: torch.device) -> torch.Tensor:
         key = (dtype, text, device)
         if key not in self._tensors:
-            with self._env.suppress_guards():
-                self._tensors[key] = super()._tensor(dtype, text, device)
+            self._tensors[key] = super()._tensor(dtype, text, device)
         return self._tensors[key]
 
     def _sym(self, expr: int | sympy.Basic) -> int | torch.SymInt:

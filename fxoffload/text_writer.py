@@ -22,9 +22,10 @@ _PLAIN_NAME = re.compile(r'[^\s,()\[\]{}"=:|<>]+')
 
 
 class Writer:
-    """Writes the lines of one graph."""
+    """Writes the lines of one graph. `offsets`: types say, too, at which element of its memory a tensor begins where that is not the first."""
 
-    def __init__(self, graph: fx.Graph, live: Liveness | None) -> None:
+    def __init__(self, graph: fx.Graph, live: Liveness | None, offsets: bool = False) -> None:
+        self._offsets = offsets
         self._of = live.of if live is not None else {}
         self._device = _compute_device(graph)
         self._types: dict[object, str] = {}
@@ -90,11 +91,13 @@ class Writer:
     def _tensor_type(self, tensor: torch.Tensor) -> str:
         shape = tuple(expr_of(size) for size in tensor.shape)
         stride = tuple(expr_of(size) for size in tensor.stride())
-        key = (tensor.dtype, shape, stride)
+        offset = expr_of(tensor.storage_offset()) if self._offsets else 0
+        key = (tensor.dtype, shape, stride, offset)
         if key not in self._types:
             sizes = ",".join(map(self._expr, shape))
             strides = "" if stride == contiguous_strides(shape) else ";" + ",".join(map(self._expr, stride))
-            self._types[key] = f"{self._dtype(tensor)}[{sizes}{strides}]"
+            begin = "" if offset == 0 else f"{'' if strides else ';'};{self._expr(offset)}"
+            self._types[key] = f"{self._dtype(tensor)}[{sizes}{strides}{begin}]"
         return self._types[key]
 
     @staticmethod

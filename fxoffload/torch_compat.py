@@ -29,6 +29,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from .errors import PlanError
 
+Size = int | torch.SymInt
+
 
 def boxed_codegen() -> fx.CodeGen:
     """Code whose function takes one list and empties it (torch.fx.graph._BoxedCodeGen)."""
@@ -340,6 +342,23 @@ def tracing_mode() -> Any:
     return torch._guards.TracingContext.get().fake_mode
 
 
+def fake_mode_of(values: Iterable[object]) -> Any:
+    """The FakeTensorMode of fake values (torch._guards.detect_fake_mode)."""
+    return torch._guards.detect_fake_mode(list(values))
+
+
+def fake_tensor(
+    mode: Any, shape: Sequence[Size], stride: Sequence[Size], offset: Size, dtype: torch.dtype, device: torch.device,
+) -> torch.Tensor:
+    """A fake tensor of `mode` that has memory of its own, `offset` elements into it. No guard is set."""
+    quiet = mode.shape_env.suppress_guards() if mode.shape_env is not None else contextlib.nullcontext()
+    with mode, quiet:
+        if isinstance(offset, int) and offset == 0:
+            return torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype, device=device)
+        steps = 0 if 0 in [n for n in shape if isinstance(n, int)] else sum((n - 1) * step for n, step in zip(shape, stride))
+        return torch.empty(offset + steps + 1, dtype=dtype, device=device).as_strided(tuple(shape), tuple(stride), offset)
+
+
 def copy_origin(made: fx.GraphModule, gm: fx.GraphModule) -> None:
     """`made`, with the inputs of the Dynamo graph `gm`, counts as Dynamo's too: AOTAutograd's guards name where inputs come from
     (torch._dynamo.backends.distributed.propagate_dynamo_metadata)."""
@@ -365,6 +384,18 @@ def symbol_facts() -> dict[str, object]:
 # What AOTAutograd notes of a step beside what its wrappers do: where it was traced, and what is found out after the partition.
 _PASSING = frozenset({
     "traced_tangents_descs", "tangent_source_stack_traces", "compile_id_str", "bw_donated_idxs", "dynamic_saved_tensors_idxs"})
+
+
+def triton_kernel_of(node: fx.Node) -> str | None:
+    """The name of the user's Triton kernel that a node launches (torch._higher_order_ops.triton_kernel_wrap); None for all else."""
+    from torch._higher_order_ops import triton_kernel_wrap as wrap
+
+    if node.target not in (wrap.triton_kernel_wrapper_mutation, wrap.triton_kernel_wrapper_functional):
+        return None
+    kernel: Any = wrap.kernel_side_table.get_kernel(cast(int, node.kwargs["kernel_idx"]))
+    while not hasattr(kernel, "__name__") and hasattr(kernel, "fn"):  # what tunes it stands around it
+        kernel = kernel.fn
+    return str(getattr(kernel, "__name__", kernel))
 
 
 def wrapper_facts() -> dict[str, object] | None:
@@ -442,7 +473,7 @@ def compiled_by_inductor(body: Callable[..., object], inputs: Sequence[Any]) -> 
     from torch._inductor.decomposition import select_decomp_table
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    mode = torch._guards.detect_fake_mode(list(inputs))
+    mode = fake_mode_of(inputs)
     patch = {name: value for name, value in _ONE_KERNEL.items() if hasattr(config, name) or "." in name}
     with torch._guards.tracing(torch._guards.TracingContext(mode)), torch.no_grad(), config.patch(patch):
         with _disable_current_modes():

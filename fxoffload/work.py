@@ -78,6 +78,11 @@ def touched_bytes(node: fx.Node, bounds: Bounds) -> int:
     return sum(tensor_bytes(v, bounds) for v in values)
 
 
+def reads_rows(node: fx.Node) -> bool:
+    """Whether the node reads only some rows of its first operand, a table."""
+    return op_name(node) in _GATHERS
+
+
 # Bound by memory ------------------------------------------------------------------------------------------------------
 
 

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import gc
 import io
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,7 +17,7 @@ import torch
 from fxoffload.effects import Tier
 from fxoffload.layout import part_of, side_by_side
 from fxoffload.runtime.host_memory import HostMemory
-from fxoffload.runtime.transfers import StreamEngine, SynchronousEngine
+from fxoffload.runtime.transfers import Recorded, StreamEngine, SynchronousEngine
 
 pytestmark = pytest.mark.unit
 CPU = torch.device("cpu")
@@ -132,7 +133,7 @@ class Streams:
     """A device module whose streams run at once and whose events are written down."""
 
     def __init__(self) -> None:
-        self.recorded = 0
+        self.recorded = self.synchronized = 0
         self.waited: list[object] = []
 
     def Stream(self, device: torch.device) -> Streams:
@@ -157,7 +158,31 @@ class Streams:
         self.waited.append(event)
 
     def synchronize(self) -> None:
-        pass
+        self.synchronized += 1
+
+
+def test_a_step_waits_once_for_what_goes_to_the_host_and_only_a_caller_who_writes_for_what_left_it(
+        memory: HostMemory, monkeypatch: pytest.MonkeyPatch) -> None:
+    streams = Streams()
+    monkeypatch.setattr(torch, "get_device_module", lambda device: streams)
+    engine, weight = StreamEngine(CPU, memory), torch.ones(3)
+    engine.swap_in(weight)
+    engine.finish()
+    assert streams.synchronized == 0, "nothing went to the host"
+    for _ in range(2):
+        engine.swap_out(weight, Tier.PAGEABLE)
+    engine.finish()
+    engine.finish()
+    assert streams.synchronized == 1
+    engine.settle()
+    engine.settle()
+    assert streams.synchronized == 2
+    engine.replayed(Recorded(Counter(h2d=12), Counter(h2d=1)))
+    engine.finish()
+    assert streams.synchronized == 2 and engine.moved_bytes["h2d"] == 24
+    engine.replayed(Recorded(Counter(d2h=12), Counter(d2h=1), [weight]))
+    engine.finish()
+    assert streams.synchronized == 3
 
 
 def test_an_engine_with_streams_ends_a_bucket_with_one_event_and_holds_its_sources_until_the_wait(
@@ -172,5 +197,5 @@ def test_an_engine_with_streams_ends_a_bucket_with_one_event_and_holds_its_sourc
     flat = engine.wait(transfer)
     assert len(streams.waited) == 1 and not transfer.borrowed
     assert torch.equal(part_of(flat, 512, (300,), (1,), torch.bfloat16), sources()[1])
-    engine.finish()
+    engine.settle()
     assert engine._last_in is None

@@ -19,6 +19,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._dynamo.utils import counters
+from torch._inductor.utils import fresh_cache
 from zoo import llama, lora
 
 import fxoffload
@@ -29,6 +31,7 @@ from fxoffload.compile_cache.files import Files
 from fxoffload.footprint import Footprint
 from fxoffload.machine import load_machine
 from fxoffload.router import CaptureComplete
+from fxoffload.runtime.fused import kernel_calls
 from fxoffload.testing.simulated_device import SimulatedDevice
 
 pytestmark = pytest.mark.integration
@@ -128,6 +131,42 @@ def test_a_second_start_gives_the_same_bits_and_the_same_plan(family: Any, tmp_p
     assert_equal(outcome(second, batches), expected)
     for label, graph in first.fxoffload.graphs.items():
         assert text.render(second.fxoffload.graphs[label]) == text.render(graph)
+
+
+class Gated(nn.Module):
+    """Elementwise programs of operands of the same type, two of them halves of one value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.up, self.down = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        x = self.embed(input_ids)
+        gate, up = self.up(x).chunk(2, -1)
+        x = x + torch.tanh(self.down(F.silu(gate) * up) * 0.5) * x
+        return {"loss": F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())}
+
+
+def test_a_second_start_with_fused_kernels_loads_them_and_gives_the_same_bits(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """In the graph of an entry values of one type are one fake value: kernels must not take their operands for one."""
+    torch.manual_seed(0)
+    model, batches = Gated(), [ids(), ids(1, 5), ids()]
+    again, fused = copy.deepcopy(model), {"executor": "inductor", "numerics": "reordered"}
+    with fresh_cache():
+        first = started(tmp_path, model, batches[0], **fused)
+        assert kernel_calls(first.fxoffload.graphs.values())
+        expected = outcome(first, batches)
+        torch._dynamo.reset()
+        counters.clear()
+        with told(caplog) as lines:
+            second = started(tmp_path, again, batches[0], **fused)
+            assert lines(HIT) == 1
+        compiled = counters["inductor"]
+        assert compiled["fxgraph_cache_hit"] == len(kernel_calls(second.fxoffload.graphs.values())) and not compiled["fxgraph_cache_miss"]
+        assert_equal(outcome(second, batches), expected)
+    for label, graph in first.fxoffload.graphs.items():
+        assert text.render(second.fxoffload.graphs[label], offsets=True) == text.render(graph, offsets=True)
 
 
 @pytest.mark.parametrize("in_an_arena", [False, True])

@@ -13,6 +13,8 @@ import zoo
 from torch import nn
 
 import fxoffload
+from fxoffload.account import least_limits
+from fxoffload.api import captured, planning_options
 from fxoffload.effects import Channel
 from fxoffload.machine import Machine, load_machine
 from fxoffload.plans import Plan, plan_from
@@ -72,6 +74,21 @@ def test_the_limit_is_below_the_prediction_and_has_the_bytes_that_move_over_the_
     assert 0 < max(known) <= predicted.step_s
     assert reasons.limit_s["h2d"] == pytest.approx(predicted.moved_bytes["h2d"] / 1e7)
     assert reasons.limit_s["host"] is None
+
+
+@pytest.mark.parametrize("budget", [BUDGET, "1GiB"])
+def test_no_plans_limit_is_below_that_of_every_way_to_execute_the_step(budget: str) -> None:
+    """Where nothing is computed again both have the same FLOPs."""
+    machine, model = slow_link(), small_lora()
+    plan = fxoffload.plan(model, SHAPE, device_budget=budget, machine=machine)
+    options = planning_options(model, machine, budget, None, 0, "adamw", "auto", None, "bitwise", ())
+    with captured(model, SHAPE, options, machine) as session:
+        assert session.captured is not None
+        least = least_limits(session.captured.graph, session.captured.bounds, machine, plan.device_budget_bytes)
+    planned = plan.longest.reasons.limit_s
+    assert all(seconds is None or seconds <= planned[term] for term, seconds in least.items())
+    if budget == "1GiB":
+        assert least["compute"] == planned["compute"] > 0 and least["h2d"] == 0
 
 
 def test_the_largest_values_at_the_peak_are_no_more_than_the_peak() -> None:

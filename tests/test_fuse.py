@@ -11,7 +11,10 @@ from runs import FRACTIONS, Row, fault, rows
 from zoo import FAMILIES, llama, lora
 
 import fxoffload
+from fxoffload.api import captured, planning_options
 from fxoffload.fusion import fused, run_program
+from fxoffload.machine import load_machine
+from fxoffload.runtime.fused import kernel_calls
 from fxoffload.testing.simulated_device import SimulatedDevice
 
 _QUICK = ("lora",)
@@ -63,6 +66,18 @@ def test_a_plan_for_one_executor_is_none_for_the_other() -> None:
     with pytest.raises(fxoffload.PlanError, match="does not cover"):
         fxoffload.compile(
             made.model, made.batch, device="cpu", device_budget="1GiB", numerics="reordered", machine="h200", plan=plan, replan=False)
+
+
+def test_a_deeper_model_has_more_calls_and_no_more_kernels() -> None:
+    found = []
+    for n_layers in (3, 6):
+        made = lora(num_hidden_layers=n_layers)
+        options = planning_options(made.model, load_machine("h200"), "1GiB", None, 0, "adamw", "auto", None, "reordered", (), None, "inductor")
+        with captured(made.model, made.batch, options, load_machine("h200")) as session:
+            assert session.captured is not None
+            found.append(kernel_calls([session.captured.graph]))
+    shallow, deep = found
+    assert len(deep) == len(shallow) > 0 and deep.total() > 1.5 * shallow.total()
 
 
 def test_inductor_needs_reordered_numerics() -> None:

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,15 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "bench"))
 
 from peers import run, summary  # noqa: E402
+from peers.limit import limits_of  # noqa: E402
 from peers.rows import ROWS  # noqa: E402
 from peers.tuning import Attempt, search  # noqa: E402
 
+from fxoffload.machine import load_machine  # noqa: E402
+
 FIELDS = {"row", "peer", "cap_bytes", "shape", "trained", "batch", "length", "precision", "step_s", "step_s_all", "tokens_per_s", "reserved_bytes",
-          "allocated_bytes", "host_rss_peak_bytes", "pinned_bytes", "loss_first", "loss_last", "losses", "versions", "facts", "warm", "timed"}
+          "allocated_bytes", "host_rss_peak_bytes", "pinned_bytes", "loss_first", "loss_last", "losses", "versions", "facts", "warm", "timed",
+          "physical_limit_s", "limit_s", "limit_machine", "limit_share"}
 ONE_LAYER_BYTES = 10
 
 
@@ -52,6 +57,26 @@ def test_peers_start_from_the_same_weights(measured: dict[str, dict[str, Any]]) 
 
 
 @pytest.mark.integration
+def test_peers_of_a_row_with_the_same_cap_have_the_same_limit_and_none_is_faster(measured: dict[str, dict[str, Any]]) -> None:
+    """The tiny model fits into its cap as into the machine's memory, so that here the cap makes no difference either."""
+    assert len({row["physical_limit_s"] for row in measured.values()}) == 1 and "limit_share" not in measured["liger"]
+    for peer in ("plain", "checkpoint"):
+        row = measured[peer]
+        assert 0 < row["limit_share"] == row["physical_limit_s"] / row["step_s"] < 1
+
+
+@pytest.mark.unit
+def test_weights_that_do_not_fit_under_a_cap_are_loaded_once_for_forward_and_once_for_backward() -> None:
+    row, machine = replace(ROWS["L2"].tiny, cap_bytes=1 << 14), load_machine("h200")
+    found = limits_of(row, machine)
+    assert found["uncapped"]["limit_s"]["h2d"] == 0 and found["uncapped"]["limit_s"]["compute"] > 0
+    linears = [(64, 64), (64, 32), (64, 32), (64, 64), (64, 176), (64, 176), (176, 64)]
+    weights_bytes = 2 * (2 * sum(m * n + 16 * (m + n) for m, n in linears) + 64 * 512)  # two layers with their adapters, and the head
+    loaded_bytes = found["capped"]["limit_s"]["h2d"] * machine.channel_bytes_per_s["h2d"]
+    assert loaded_bytes == pytest.approx(2 * (weights_bytes - (1 << 14)), rel=0.05)
+
+
+@pytest.mark.integration
 def test_a_peer_that_cannot_run_is_a_row_with_its_message(measured: dict[str, dict[str, Any]]) -> None:
     row = measured["liger"]
     assert "Error: " in row["error"] and str(ROOT) not in row["error"] and "step_s" not in row
@@ -61,6 +86,8 @@ def test_a_peer_that_cannot_run_is_a_row_with_its_message(measured: dict[str, di
 def test_the_summary_shows_what_ran_and_what_did_not(measured: dict[str, dict[str, Any]]) -> None:
     rows = summary.merged([{"rows": list(measured.values())}])
     text, picture = summary.markdown(rows), summary.svg(rows)
+    assert "Physical limit (cpu, cap 24 GiB): " in text and "Physical limit (cpu, cap none): " in text
+    assert f"| {measured['plain']['limit_share']:.0%} |" in text
     assert "| checkpoint | 24 GiB | **" in text and "| liger | 24 GiB | did not run: " in text
     assert picture.count("<rect class=\"peer\"") == 2 and picture.count("<title>") == 1 and "no cap" in picture
 

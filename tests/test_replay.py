@@ -113,12 +113,15 @@ class Engine:
         found.moved_bytes, found.copies = self.inner.moved_bytes - before[0], self.inner.copies - before[1]
         self.inner.moved_bytes, self.inner.copies = before
 
-    def count(self, recorded: Recorded) -> None:
+    def replayed(self, recorded: Recorded) -> None:
         self.inner.moved_bytes.update(recorded.moved_bytes)
         self.inner.copies.update(recorded.copies)
 
     def finish(self) -> None:
         self.inner.finish()
+
+    def settle(self) -> None:
+        self.inner.settle()
 
 class Again(Recordings):
     """A recording that makes the call again, into the results of the first one. `n`: recordings, and replays."""
@@ -163,9 +166,6 @@ class Again(Recordings):
         address, n_bytes, shape, stride, dtype = value.data_ptr(), extent_bytes(value), value.shape, value.stride(), value.dtype
         there = torch.frombuffer((ctypes.c_char * n_bytes).from_address(address), dtype=dtype).as_strided(shape, stride)
         return lambda: there
-
-    def wait(self) -> None:
-        pass
 
 @pytest.fixture
 def replaying(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Again]]:

@@ -133,7 +133,7 @@ class Captured:
         before = [buffer.cpu().clone() for buffer in buffers]
         torch.manual_seed(3)
         try:
-            outputs, gradients = compile_eager(solution.lowered, self.session.engine, finishes=True)(self.inputs())  # type: ignore[misc]
+            outputs, gradients = compile_eager(solution.lowered, self.session.engine, self.session.engine.settle)(self.inputs())  # type: ignore[misc]
             return [t.cpu().clone() if isinstance(t, torch.Tensor) else None for t in (*outputs, *gradients, *buffers)]  # type: ignore[misc]
         finally:
             for buffer, value in zip(buffers, before):

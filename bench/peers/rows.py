@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 GIB = 2**30
 # Ours first, then what a peer does best: a run that is cut off has the rows that decide.
@@ -59,3 +60,12 @@ ROWS: Mapping[str, Row] = {row.name: row for row in (
     Row("F1", "3B", "full", 4, 2048, 24 * GIB, (*OURS, "liger-checkpoint", "liger-tuned", "fsdp2", "fsdp2-liger", "fsdp2-liger-tuned", "zero3",
                                                 "zero3-liger", "deepcompile-offload-parameters", "liger@none"), timed=5),
 )}
+
+
+def limit_fields(limits: Mapping[str, Mapping[str, Any]], row: Mapping[str, Any]) -> dict[str, Any]:
+    """What a measured row says of its physical limit. `limits`: of "capped" and of "uncapped" runs (`limit.py`).
+
+    `limit_share` is the share of it that was reached, the limit by the measured seconds, where some were measured.
+    """
+    found = dict(limits["uncapped" if row["cap_bytes"] is None else "capped"])
+    return found | ({"limit_share": found["physical_limit_s"] / row["step_s"]} if "step_s" in row else {})

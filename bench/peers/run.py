@@ -9,7 +9,8 @@ Every peer builds the same weights, takes the same batch and trains with AdamW's
 behind a peer's name lifts it. A step is forward, backward, optimizer's step and zeroing, by the clock between synchronizations, median of
 the timed ones. The file is written after every peer, and one that is there already keeps its other rows. A peer that cannot run is a row
 with its message; so is one that takes longer than --limit-s. What --total-s cuts off or leaves over has no row.
-`host_rss_peak_bytes` counts loading too. Exit status 1 if a row of ours is an error.
+`host_rss_peak_bytes` counts loading too. `physical_limit_s` is of the row, cap and --machine, whoever runs it (`limit.py`, which can also
+add it later to what --no-limit left without), `limit_share` is that by the measured seconds. Exit status 1 if a row of ours is an error.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ ROOT = Path(__file__).resolve().parents[2]
 if __package__ in (None, ""):  # started as a file: the folder of this file is on the path, the one of its package is not
     sys.path[0] = str(ROOT / "bench")
 
-from peers.rows import ROWS, Row  # noqa: E402
+from peers.rows import ROWS, Row, limit_fields  # noqa: E402
 
 # The same for all: segments that grow, so that the cap is not lost to fragments, and the workspace that fxoffload plans with.
 ENVIRONMENT = {
@@ -64,6 +65,8 @@ def main() -> int:
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--limit-s", type=float, default=240)
     parser.add_argument("--total-s", type=float, default=float("inf"))
+    parser.add_argument("--machine", help="whose rates the physical limit has; default: h200, for a CPU cpu")
+    parser.add_argument("--no-limit", action="store_true", help="leaves the physical limit to limit.py --into")
     parser.add_argument("--list", action="store_true", help="rows and peers")
     chosen = parser.parse_args()
     if chosen.list:
@@ -71,12 +74,18 @@ def main() -> int:
         return 0
     started = time.perf_counter()
     done: list[dict[str, Any]] = []
+    machine = chosen.machine or ("cpu" if chosen.device == "cpu" else "h200")
+    limits: dict[str, Any] = {}
     for row, name in runs(parser, chosen.row, chosen.peers):
+        if row.name not in limits and not chosen.no_limit:
+            limits[row.name] = limits_of(row, machine, chosen.tiny)
         left_s = chosen.total_s - (time.perf_counter() - started)
         measured = None if left_s < LEAST_S else started_alone(row, name, chosen.device, chosen.tiny, min(chosen.limit_s, left_s))
         if measured is None or (measured["process_s"] >= left_s and "error" in measured):
             print(f"{row.name:7s} {name}: no time left", flush=True)
             continue
+        if not chosen.no_limit:
+            measured |= limit_fields(limits[row.name], measured)
         done.append(measured)
         print(line(measured), flush=True)
         if chosen.out is not None:
@@ -92,6 +101,16 @@ def runs(parser: argparse.ArgumentParser, rows: str, peers: str) -> list[tuple[R
         parser.error(f"--row: one or more of {', '.join(ROWS)}")
     asked = tuple(name for name in peers.split(",") if name)
     return [(ROWS[name], peer) for name in names for peer in asked or ROWS[name].peers]
+
+
+def limits_of(row: Row, machine: str, tiny: bool) -> dict[str, Any]:
+    """What `limit.py` says of the row, in a process of its own that sees no accelerator."""
+    with tempfile.TemporaryDirectory() as scratch:
+        out = Path(scratch) / "limit.json"
+        command = [sys.executable, "-m", "peers.limit", "--row", row.name, "--machine", machine, "--out", str(out), *["--tiny"] * tiny]
+        subprocess.run(command, check=True, cwd=ROOT, env={**environment(), "CUDA_VISIBLE_DEVICES": ""}, stdout=sys.stderr)
+        found: dict[str, Any] = json.loads(out.read_text())
+        return found
 
 
 def started_alone(row: Row, name: str, device: str, tiny: bool, limit_s: float) -> dict[str, Any]:
@@ -197,7 +216,8 @@ def line(row: dict[str, Any]) -> str:
     if "error" in row:
         return f"{name} {row['error'][:200]}  [{row['process_s']:.0f} s]"
     memory = "" if row["reserved_bytes"] is None else f"{row['reserved_bytes'] / 2**30:6.2f} GiB reserved, "
-    return (f"{name} {row['step_s']:8.4f} s {row['tokens_per_s']:9.1f} tokens/s  {memory}loss {row['loss_first']:.6f} to {row['loss_last']:.6f}, "
+    share = f"{row['limit_share']:.0%} of the limit, " if "limit_share" in row else ""
+    return (f"{name} {row['step_s']:8.4f} s {row['tokens_per_s']:9.1f} tokens/s  {share}{memory}loss {row['loss_first']:.6f} to {row['loss_last']:.6f}, "
             f"class {row['precision'][0]}  [{row['process_s']:.0f} s]")
 
 

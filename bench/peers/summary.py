@@ -18,7 +18,7 @@ from typing import Any
 
 Row = Mapping[str, Any]
 GIB = 2**30
-_HEAD = ("peer", "cap", "step s (fastest to slowest)", "tokens/s", "reserved GiB", "allocated GiB", "host RSS GiB", "pinned GiB", "loss first, last",
+_HEAD = ("peer", "cap", "step s (fastest to slowest)", "share of the limit", "tokens/s", "reserved GiB", "allocated GiB", "host RSS GiB", "pinned GiB", "loss first, last",
          "class", "nodes")
 # Messages are cut here in a table.
 _WORDS = 160
@@ -76,14 +76,24 @@ def markdown(rows: Sequence[Row]) -> str:
 
 
 def remark(group: Sequence[Row]) -> str:
-    """With what the group was measured, and how far the first losses lie apart."""
+    """With what the group was measured, how far the first losses lie apart, and what no step can go below."""
     ran = [row for row in group if "error" not in row]
     if not ran:
         return "No peer ran."
     versions = {name: version for row in ran for name, version in row["versions"].items()}
     apart = max(row["loss_first"] for row in ran) - min(row["loss_first"] for row in ran)
     told = ", ".join(f"{name} {version}" for name, version in sorted(versions.items()))
-    return f"{', '.join(sorted({row['device'] for row in ran}))}; {told}. First losses lie {apart:.2g} apart."
+    return f"{', '.join(sorted({row['device'] for row in ran}))}; {told}. First losses lie {apart:.2g} apart.{''.join(map(_limit, _limited(ran)))}"
+
+
+def _limited(ran: Sequence[Row]) -> list[Row]:
+    """A row for each cap whose physical limit is known."""
+    return list({row["cap_bytes"]: row for row in ran if "physical_limit_s" in row}.values())
+
+
+def _limit(row: Row) -> str:
+    terms = ", ".join(f"{name} {seconds:.3f}" for name, seconds in row["limit_s"].items() if seconds)
+    return f" Physical limit ({row['limit_machine']}, cap {cap(row)}): {row['physical_limit_s']:.3f} s ({terms})."
 
 
 def _line(row: Row) -> str:
@@ -91,7 +101,8 @@ def _line(row: Row) -> str:
         return _cells([row["peer"], cap(row), f"did not run: {row['error'][:_WORDS]}", *[""] * (len(_HEAD) - 3)])
     timed = row["step_s_all"][row["warm"] :]
     return _cells([
-        _name(row), cap(row), f"**{row['step_s']:.3f}** ({min(timed):.3f} to {max(timed):.3f})", f"{row['tokens_per_s']:,.0f}",
+        _name(row), cap(row), f"**{row['step_s']:.3f}** ({min(timed):.3f} to {max(timed):.3f})",
+        f"{row['limit_share']:.0%}" if "limit_share" in row else "", f"{row['tokens_per_s']:,.0f}",
         *(_gib(row[key]) for key in ("reserved_bytes", "allocated_bytes", "host_rss_peak_bytes", "pinned_bytes")),
         f"{row['loss_first']:.4f}, {row['loss_last']:.4f}", row["precision"][0], str(row["facts"].get("n_nodes", ""))])
 

@@ -25,7 +25,7 @@ def written(graph: fx.Graph, device: torch.device, mode: FakeTensorMode) -> dict
     try:
         with without_modes():
             stored: dict[str, Json] = {
-                "text": text.render(graph, _bounds(graph), columns=False),
+                "text": text.render(graph, _bounds(graph), columns=False, offsets=True),
                 "modules": [module_path(node) for node in graph.nodes],
                 "constants": {str(n.target): _constant(constant_of(n)) for n in graph.find_nodes(op="get_attr")},
             }
@@ -87,11 +87,11 @@ def _operands(value: object) -> object:
 
 
 def _type(value: object) -> object:
-    """Dtype, sizes and strides; a number as itself. The device is the tier's; scalars may be on either side."""
+    """Dtype, sizes, strides and where it begins; a number as itself. The device is the tier's; scalars may be on either side."""
     tensors = tensors_in(value)
     if not tensors:
         return value
-    return [(t.dtype, [described(n) for n in t.shape], [described(n) for n in t.stride()]) for t in tensors]
+    return [(t.dtype, [described(n) for n in (*t.shape, *t.stride(), t.storage_offset())]) for t in tensors]
 
 
 def _constant(tensor: torch.Tensor) -> Json:

@@ -16,13 +16,13 @@ import torch.fx as fx
 from .. import ops
 from ..effects import Alloc, Tier
 from ..fusion import fused
-from ..graph import root_of, tensors_in
+from ..graph import operands, root_of, tensors_in
 from ..layout import part_of
 from ..torch_compat import boxed_codegen, keeps_graph
 from .device_arena import DeviceArena
 from .fused import fused_call
 from .placed import ALONE, LoadedThere, placed_call, places
-from .replay import Recordings, Replay
+from .replay import End, Recordings, Replay
 from .transfers import SynchronousEngine, StreamEngine
 
 log = logging.getLogger("fxoffload")
@@ -31,12 +31,12 @@ Boxed = Callable[[list[object]], Sequence[object]]
 
 
 def compile_eager(
-    graph: fx.Graph, engine: SynchronousEngine | StreamEngine, finishes: bool, observe: Callable[..., None] | None = None,
+    graph: fx.Graph, engine: SynchronousEngine | StreamEngine, end: End | None, observe: Callable[..., None] | None = None,
     arena: DeviceArena | None = None,
 ) -> Boxed:
     """A function of one list (which it empties) that runs `graph`.
 
-    `finishes`: host results are readable when it returns. `observe` is called with every operator's result on the device and,
+    `end` is called when all is issued: the engine's wait for what the caller may do then (`gradients_end`, `Engine.settle`). `observe` is called with every operator's result on the device and,
     to keep them, its operands. `arena`: values with an offset lie there; without one all lie where the allocator puts them.
     """
     lowered = _lower(graph, engine, observe, arena)
@@ -47,15 +47,21 @@ def compile_eager(
     def run(arguments: list[object]) -> Sequence[object]:
         with torch.no_grad():
             results = forward(arguments)
-        if finishes:
-            engine.finish()
+        if end is not None:
+            end()
         return results  # type: ignore[no-any-return]
 
     return boxed(run)
 
 
+def gradients_end(graph: fx.Graph, engine: SynchronousEngine | StreamEngine) -> End | None:
+    """How the run of a backward ends: where it returns something in host memory the caller can read it then. Else nobody waits."""
+    on_device = all(v.device == engine.device for node in operands(graph.output_node()) if node.op != "placeholder" for v in tensors_in(node.meta.get("val")))
+    return None if on_device else engine.finish
+
+
 def compile_placed(
-    graph: fx.Graph, engine: SynchronousEngine | StreamEngine, finishes: bool, arena: DeviceArena, continues: bool,
+    graph: fx.Graph, engine: SynchronousEngine | StreamEngine, end: End | None, arena: DeviceArena, continues: bool,
     recordings: Recordings | None = None,
 ) -> Boxed:
     """A function like `compile_eager`'s whose values lie in the arena, as long as the step has it for itself.
@@ -65,14 +71,14 @@ def compile_placed(
     replayed from.
     """
     if recordings is None:
-        placed: Callable[[list[object]], Sequence[object]] = compile_eager(graph, engine, finishes, arena=arena)
+        placed: Callable[[list[object]], Sequence[object]] = compile_eager(graph, engine, end, arena=arena)
     else:
-        placed = Replay(graph, compile_eager(graph, engine, False, arena=arena), arena, recordings, finishes)
+        placed = Replay(graph, compile_eager(graph, engine, None, arena=arena), arena, recordings, end)
 
     @functools.cache
     def apart() -> Boxed:
         log.info("a step runs beside an open one, or will run again: its values are not at their planned offsets")
-        return compile_eager(graph, engine, finishes)
+        return compile_eager(graph, engine, end)
 
     def run(arguments: list[object]) -> Sequence[object]:
         if continues:

@@ -9,7 +9,8 @@ import functools
 import logging
 import operator
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import sympy
@@ -17,10 +18,10 @@ import torch
 import torch.fx as fx
 
 from ..errors import PlanError
-from ..fusion import program, run_program
+from ..fusion import fused, program, run_program
 from ..graph import name_of
 from ..text_words import expr_of
-from ..torch_compat import compiled_by_inductor, has_inductor, shape_env_of
+from ..torch_compat import compiled_by_inductor, fake_mode_of, fake_tensor, has_inductor, shape_env_of
 from .device_arena import DeviceArena
 
 log = logging.getLogger("fxoffload")
@@ -47,6 +48,11 @@ def fused_call(node: fx.Node, offsets: Mapping[int, int] = {}, arena: DeviceAren
         _told.add(device.type)
         log.warning("Inductor has no backend for %s: fused programs run op by op", device.type)
     return run_program if arena is None else _RunThere(offsets, arena)
+
+
+def kernel_calls(graphs: Iterable[fx.Graph]) -> Counter[object]:
+    """How often each kernel is called in the graphs. Two calls of one program, of operands that lie alike, are of one kernel."""
+    return Counter(_Form(node).key() for graph in graphs for node in graph.find_nodes(op="call_function", target=fused))
 
 
 class _RunThere:
@@ -100,17 +106,25 @@ class _Form:
         """The kernel, compiled where none is known for this form."""
         env = shape_env_of(self._inputs())
         known = _STATIC if env is None else _SYMBOLIC.setdefault(env, {})
-        key = self._key()
+        key = self.key()
         if key not in known:
             known[key] = self._compiled()
         return known[key]
 
-    def _key(self) -> object:
+    def key(self) -> object:
+        """Equal for what one kernel computes, where the symbols are those of one capture."""
         described = [(str(v.dtype), v.device, tuple(_words(v.shape)), tuple(_words(v.stride())), _offset(v)) for v in (*self.operands, *self.results)]
         return self.text, tuple(described), tuple(_words(self.sizes))
 
     def _inputs(self) -> list[Any]:
         return [*self.operands, *(self.sizes[i] for i in self.symbolic_sizes), *self.results]
+
+    def _inputs_apart(self) -> list[Any]:
+        """The inputs, each with memory of its own: a graph may have one fake value for several nodes, and a tracer tells inputs by it."""
+        mode = fake_mode_of(self._inputs())
+        return [
+            fake_tensor(mode, v.shape, v.stride(), v.storage_offset(), v.dtype, v.device) if isinstance(v, torch.Tensor) else v
+            for v in self._inputs()]
 
     def _compiled(self) -> Kernel:
         n, run, sizes = len(self.operands), program(self.text), list(self.sizes)
@@ -124,7 +138,7 @@ class _Form:
                 out.copy_(made)
             return ()
 
-        kernel, n_kernels, n_allocations = compiled_by_inductor(body, self._inputs())
+        kernel, n_kernels, n_allocations = compiled_by_inductor(body, self._inputs_apart())
         if self.results[0].device.type != "cpu" and (n_kernels != 1 or n_allocations):
             raise PlanError(
                 f"{self.name}: Inductor makes {n_kernels} kernels and {n_allocations} allocations of a program that is planned as one kernel "

@@ -30,6 +30,7 @@ log = logging.getLogger("fxoffload")
 Boxed = Callable[[list[object]], Sequence[object]]
 Results = Sequence[object]
 Given = Sequence[object]
+End = Callable[[], None]
 
 # Calls alike before one is recorded: by then kernels are loaded and libraries have their memory.
 WARM_CALLS = 2
@@ -85,10 +86,6 @@ class Recordings:
             end_failed_capture(self.device, self._pool)
             raise
 
-    def wait(self) -> None:
-        """Returns when what was replayed on this stream is done."""
-        torch.cuda.current_stream(self.device).synchronize()
-
     def release(self) -> None:
         """Forgets every recording."""
         for replay in list(self._replays):
@@ -125,11 +122,12 @@ class _Recording:
 class Replay:
     """A boxed function that calls `call` until it was called with the like of its arguments twice in a row, and then replays a recording.
 
-    `call`: the function of `graph`, which waits for none of its copies; `ends`: host memory may be read and written when it returns.
+    `call`: the function of `graph`, which waits for none of its copies; `end`: called when it returns, to wait for those that it must.
     """
 
-    def __init__(self, graph: fx.Graph, call: Boxed, arena: DeviceArena, recordings: Recordings, ends: bool) -> None:
-        self._call, self._arena, self._recordings, self._engine, self._ends = call, arena, recordings, recordings.engine, ends
+    def __init__(self, graph: fx.Graph, call: Boxed, arena: DeviceArena, recordings: Recordings, end: End | None) -> None:
+        self._call, self._arena, self._recordings, self._engine = call, arena, recordings, recordings.engine
+        self._end = end if end is not None else _nothing
         self._anew = [comes_anew(info(node).role) for node in graph.find_nodes(op="placeholder")]
         self._alike: tuple[object, ...] | None = None
         self._n_alike = 0
@@ -163,8 +161,7 @@ class Replay:
 
     def _called(self, arguments: list[object]) -> Results:
         results = self._call(arguments)
-        if self._ends:
-            self._engine.finish()
+        self._end()
         return results
 
     def _look(self, arguments: Given, anew: Sequence[int], place: tuple[int, int]) -> tuple[object, ...]:
@@ -235,12 +232,13 @@ class Replay:
                 torch._foreach_copy_(recording.fresh, recording.copied)
             results = [output(given) for output in recording.outputs]
         recording.fresh = []
-        self._engine.count(recording.recorded)
-        if self._ends:
-            if recording.recorded.copies:
-                self._recordings.wait()
-            self._engine.finish()
+        self._engine.replayed(recording.recorded)
+        self._end()
         return results
+
+
+def _nothing() -> None:
+    """The end of what waits for nothing."""
 
 
 def _is_elsewhere(value: object, place: tuple[int, int]) -> bool:

@@ -38,7 +38,10 @@ class Engine(Protocol):
     def wait(self, transfer: object) -> torch.Tensor: ...
 
     def finish(self) -> None:
-        """Returns when every byte sent to the host is readable there, and what went to the device may be written."""
+        """Returns when every byte sent to the host is readable there."""
+
+    def settle(self) -> None:
+        """Returns when, besides, host memory that was copied to the device may be written."""
 
 
 class SynchronousEngine:
@@ -84,6 +87,9 @@ class SynchronousEngine:
     def finish(self) -> None:
         pass
 
+    def settle(self) -> None:
+        pass
+
 
 @dataclass(slots=True)
 class Transfer:
@@ -118,8 +124,9 @@ class StreamEngine:
         self.h2d, self.d2h = self.module.Stream(device), self.module.Stream(device)
         self.moved_bytes: Counter[str] = Counter()
         self.copies: Counter[str] = Counter()
+        # The copies of a direction end in order: its last event ends them all.
         self._last_in: torch.Event | None = None
-        self._to_host: list[Transfer] = []
+        self._last_out: torch.Event | None = None
         self._recorded: Recorded | None = None
 
     def swap_in(self, src: torch.Tensor, new: New | None = None) -> Transfer:
@@ -136,11 +143,10 @@ class StreamEngine:
         self.copies["d2h"] += 1
         # The host block may be one that a copy to the device read before: its wait is behind us on the compute stream, which the
         # side stream waits for.
-        transfer = Transfer(out, self._copied(((out, src),), self.d2h), (src,))
-        self._to_host.append(transfer)
+        self._last_out = self._copied(((out, src),), self.d2h)
         if self._recorded is not None:
             self._recorded.held.append(out)
-        return transfer
+        return Transfer(out, self._last_out, (src,))
 
     def wait(self, transfer: Transfer) -> torch.Tensor:
         self.module.current_stream(self.device).wait_event(transfer.done)
@@ -148,31 +154,36 @@ class StreamEngine:
         return transfer.out
 
     def finish(self) -> None:
-        if self._to_host:
-            # In order on one stream: the last one ends them all.
-            self._to_host[-1].done.synchronize()
-            self._to_host.clear()
+        if self._last_out is not None:
+            self._last_out.synchronize()
+            self._last_out = None
+
+    def settle(self) -> None:
+        self.finish()
         if self._last_in is not None:
-            # The caller may write what the copies to the device read.
             self._last_in.synchronize()
             self._last_in = None
 
     @contextlib.contextmanager
     def recorded(self) -> Iterator[Recorded]:
         """Inside, copies are recorded with the graph that issues them, and not made: nothing of them is to be waited for afterwards."""
-        before = self.moved_bytes.copy(), self.copies.copy(), self._to_host.copy(), self._last_in
+        before = self.moved_bytes.copy(), self.copies.copy(), self._last_in, self._last_out
         found = self._recorded = Recorded()
         try:
             yield found
         finally:
             found.moved_bytes, found.copies = self.moved_bytes - before[0], self.copies - before[1]
-            self.moved_bytes, self.copies, self._to_host, self._last_in = before
+            self.moved_bytes, self.copies, self._last_in, self._last_out = before
             self._recorded = None
 
-    def count(self, recorded: Recorded) -> None:
-        """Counts copies that were replayed."""
+    def replayed(self, recorded: Recorded) -> None:
+        """Notes copies that were replayed on the current stream: they end with it, as far as it was told by now."""
         self.moved_bytes.update(recorded.moved_bytes)
         self.copies.update(recorded.copies)
+        if recorded.copies:
+            done = self.module.Event()
+            done.record(self.module.current_stream(self.device))
+            self._last_in, self._last_out = done, done if recorded.held else self._last_out
 
     def _new(self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty_strided(shape, stride, dtype=dtype, device=self.device)
