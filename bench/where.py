@@ -1,7 +1,7 @@
 """Where the seconds of one training step of 8B shape go on a CUDA card: kernels, copies, and the compute stream's idle time by cause.
 
     python bench/where.py [--layers N] [--budget 24GiB] [--numerics bitwise] [--executor eager] [--adapters-on-host] [--called] [--plain]
-        [--least-hidden 0.85] [--trace FILE.json.gz] [--out FILE]
+        [--least-hidden 0.85] [--trace FILE.json.gz] [--lock FILE] [--out FILE]
 
 One step is traced by torch's profiler. A gap is time in which no kernel runs. Its cause is read from the launch of the kernel that ends
 it: launched after the gap began, the host was late ("host"); launched before, the kernel waited for an event of another stream ("copy").
@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from gpu_core import batch, forget, lora_model, write  # sets the allocator's environment before torch is imported
+from gpu_core import alone, batch, forget, lora_model, write  # sets the allocator's environment before torch is imported
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -36,6 +36,21 @@ from fxoffload.sizes import parse_bytes
 
 def main() -> int:
     chosen = parsed()
+    with alone(chosen.lock, others=True):
+        model = compiled(chosen)
+    with alone(chosen.lock):
+        row = measured(model, chosen)
+    print(json.dumps(row, indent=1))
+    if chosen.out:
+        write(chosen.out, [row])
+    faults = [] if chosen.plain else [*row["host_waits"]["faults"], *unhidden(row["overlap"], chosen.least_hidden)]
+    for fault in faults:
+        print(f"where.py: {fault}", file=sys.stderr)
+    return int(bool(faults))
+
+
+def compiled(chosen: argparse.Namespace) -> Any:
+    """The model that is traced, ready to step."""
     model = lora_model(chosen.layers, "cuda" if chosen.plain else "cpu", torch.bfloat16)
     forget()
     if not chosen.plain:
@@ -44,20 +59,18 @@ def main() -> int:
                           executor=chosen.executor, pins=pins)
     if not chosen.limited:
         torch.cuda.set_per_process_memory_fraction(1.0)
+    return model
+
+
+def measured(model: Any, chosen: argparse.Namespace) -> dict[str, Any]:
+    """The row of a model: its seconds, then what one traced step says."""
     if chosen.called:
         replay.WARM_CALLS = 1 << 30  # a recording that is put off for ever
     data = batch(chosen.batch, chosen.length, "cuda")
     for _ in range(3):
         step(model, data)
     seconds = min(step(model, data) for _ in range(4))
-    row = {**told(chosen, model), "step_s": seconds, "reserved_bytes": torch.cuda.max_memory_reserved(), **traced(model, data, chosen.trace)}
-    print(json.dumps(row, indent=1))
-    if chosen.out:
-        write(chosen.out, [row])
-    faults = [] if chosen.plain else [*row["host_waits"]["faults"], *unhidden(row["overlap"], chosen.least_hidden)]
-    for fault in faults:
-        print(f"where.py: {fault}", file=sys.stderr)
-    return int(bool(faults))
+    return {**told(chosen, model), "step_s": seconds, "reserved_bytes": torch.cuda.max_memory_reserved(), **traced(model, data, chosen.trace)}
 
 
 def parsed() -> argparse.Namespace:
@@ -75,6 +88,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--adapters-on-host", action="store_true", help="trained parameters off the device: gradients go to the host")
     parser.add_argument("--least-hidden", type=float, default=0.85, help="share of the copies' seconds that must lie under kernels")
     parser.add_argument("--trace", type=Path, help="a file for a compact form of the trace (.json.gz)")
+    parser.add_argument("--lock", help="a file: processes that have the same one compile beside each other and measure one by one")
     parser.add_argument("--out")
     return parser.parse_args()
 
