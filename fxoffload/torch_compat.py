@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import logging
 import os
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import CodeType
@@ -275,6 +276,25 @@ def device_sleep(cycles: int) -> None:
 def clear_workspaces() -> None:
     """Gives the memory that cuBLAS has per thread and stream back to the allocator; what needs it next gets it anew."""
     torch._C._cuda_clearCublasWorkspaces()  # type: ignore[attr-defined]
+
+
+def unowned(tensor: torch.Tensor) -> torch.Tensor:
+    """The same bytes, whose memory the result does not keep: it must not outlive their owner."""
+    storage = tensor.untyped_storage()
+    again = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), tensor.device, storage.nbytes())  # type: ignore[attr-defined]
+    out = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return out.set_(again, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
+def ends_empty(graph: torch.cuda.CUDAGraph) -> bool:
+    """Ends the graph's capture. True when nothing was captured, which torch says in a warning alone."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        graph.capture_end()
+    others = [one for one in said if "Graph is empty" not in str(one.message)]
+    for one in others:
+        warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
+    return len(others) < len(said)
 
 
 def end_failed_capture(device: torch.device, pool: tuple[int, int]) -> None:

@@ -10,6 +10,7 @@ import copy
 import ctypes
 import gc
 import logging
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -33,8 +34,9 @@ from fxoffload.plans import Plan
 from fxoffload.replays import obstacle
 from fxoffload.runtime import replay
 from fxoffload.runtime.device_arena import DeviceArena
+from fxoffload.runtime.host_memory import HostMemory
 from fxoffload.runtime.replay import Recordings
-from fxoffload.runtime.transfers import Recorded
+from fxoffload.runtime.transfers import Recorded, StreamEngine
 from fxoffload.testing.simulated_device import SimulatedDevice
 
 pytestmark = pytest.mark.integration
@@ -130,7 +132,7 @@ class Again(Recordings):
         self.device, self.engine, self.arena, self._replays = device, Engine(engine), arena, replay.weakref.WeakSet()
         self.n = [0, 0]
 
-    def record(self, call: replay.Boxed, given: Sequence[object]) -> tuple[Sequence[object], Callable[[], None]]:
+    def record(self, call: replay.Boxed, given: Sequence[object], recorded: Recorded) -> tuple[Sequence[object], Callable[[], None]]:
         self.n[0] += 1
         results = self.undone(lambda: list(call(list(given))))
         arguments, kept = [self.place(one) for one in given], [self.place(one) for one in results]
@@ -236,7 +238,7 @@ def test_another_shape_is_called_until_it_comes_again_and_a_moved_weight_is_seen
 
 def test_what_cannot_be_recorded_is_called_and_said(
         simulated_device: SimulatedDevice, replaying: list[Again], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    def refuse(self: Again, call: object, given: object) -> Any:
+    def refuse(self: Again, call: object, given: object, recorded: object) -> Any:
         raise RuntimeError("operation not permitted when stream is capturing")
 
     monkeypatch.setattr(Again, "record", refuse)
@@ -267,10 +269,12 @@ def test_a_step_with_numbers_that_the_host_draws_is_called_and_said(
 
 
 class Capture:
-    """Stands in for a CUDA graph: `fails`, whether its end does."""
+    """Stands in for a CUDA graph: what it captures is what is told to it while it is open. `fails`: whether its end does."""
 
-    def __init__(self, fails: bool) -> None:
-        self.fails, self.said = fails, list[str]()
+    fails = False
+
+    def __init__(self, said: list[str]) -> None:
+        self.said, self.captured = said, list[str]()
 
     def capture_begin(self, **_: object) -> None:
         self.said.append("begin")
@@ -279,23 +283,87 @@ class Capture:
         self.said.append("end")
         if self.fails:
             raise RuntimeError("unjoined work")
+        if not self.captured:
+            warnings.warn("The CUDA Graph is empty. This usually means that the graph was attempted to be captured on wrong device or stream.")
+
+    def replay(self) -> None:
+        self.said.append(f"replay {' '.join(self.captured)}")
+
+
+@pytest.fixture
+def captures(monkeypatch: pytest.MonkeyPatch) -> tuple[list[Capture], list[str]]:
+    """The CUDA graphs that are made, and what is said to all of them."""
+    made: list[Capture] = []
+    said: list[str] = []
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: (made.append(Capture(said)), made[-1])[1])
+    return made, said
 
 
 @pytest.mark.parametrize(("fails", "error", "told"), [
     (False, None, None), (True, None, "unjoined work"), (True, RuntimeError("out of memory"), "out of memory"),
     (False, KeyboardInterrupt("stop"), "stop")])
 def test_a_capture_is_ended_once_what_failed_first_is_told_and_a_failed_end_is_mended(
-        fails: bool, error: BaseException | None, told: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+        fails: bool, error: BaseException | None, told: str | None, monkeypatch: pytest.MonkeyPatch, captures: tuple[list[Capture], list[str]]) -> None:
     mended: list[object] = []
     monkeypatch.setattr(replay, "end_failed_capture", lambda device, pool: mended.append((device, pool)))
-    recordings = replay.Recordings.__new__(replay.Recordings)
-    recordings.device, recordings._pool = torch.device("cuda", 0), (0, 1)
-    graph: Any = Capture(fails)
+    monkeypatch.setattr(Capture, "fails", fails)
+    segments = replay.Segments(torch.device("cuda", 0), (0, 1))
     expected = contextlib.nullcontext() if told is None else pytest.raises(BaseException, match=f"^{told}$")
-    with expected, recordings._capturing(graph):
+    with expected, segments.captured():
         if error is not None:
             raise error
-    assert graph.said == ["begin", "end"] and mended == [(torch.device("cuda", 0), (0, 1))] * fails
+    assert captures[1] == ["begin", "end"] and mended == [(torch.device("cuda", 0), (0, 1))] * fails
+
+
+def test_copies_and_waits_are_made_between_the_segments_at_each_replay_and_not_before(
+        monkeypatch: pytest.MonkeyPatch, captures: tuple[list[Capture], list[str]]) -> None:
+    graphs, said = captures
+
+    class Device:
+        """A device module whose streams and events say what they do."""
+
+        def __init__(self, name: str = "compute") -> None:
+            self.name = name
+
+        def Stream(self, device: torch.device) -> Device:
+            return Device("side")
+
+        Event = current_stream = lambda self, *_: Device()
+        stream = lambda self, stream: contextlib.nullcontext()
+
+        def record(self, stream: Device) -> None:
+            said.append(f"event of {stream.name}")
+
+        def wait_event(self, event: object) -> None:
+            said.append(f"{self.name} waits")
+
+        def wait_stream(self, stream: Device) -> None:
+            said.append(f"{self.name} follows {stream.name}")
+
+    monkeypatch.setattr(torch, "get_device_module", lambda device: Device())
+    memory = HostMemory(False)
+    engine, weight, segments = StreamEngine(torch.device("cpu"), memory), torch.arange(3.0), replay.Segments(torch.device("cuda", 0), (0, 1))
+    with engine.recorded() as recorded:
+        recorded.between = segments.cut
+        with segments.captured():
+            graphs[-1].captured.append("first")
+            transfer = engine.swap_in(weight)
+            there = transfer.out.zero_()
+            graphs[-1].captured.append("second")
+            out = engine.wait(transfer)
+            engine.wait(engine.swap_out(out, "pageable"))
+            graphs[-1].captured.append("third")
+    memory.close()
+    (sent,) = recorded.held
+    assert out is there and not out.any() and set(said) == {"begin", "end"} and recorded.copies == {"h2d": 1, "d2h": 1}
+    for i in range(2):
+        weight += i
+        said.clear()
+        segments.replay()
+        assert torch.equal(there, weight) and torch.equal(sent, weight)
+        copied = ["side follows compute", "event of side"]
+        assert said == ["replay first", *copied, "replay second", "compute waits", *copied, "compute waits", "replay third"]
+    assert replay._n_uses(there.untyped_storage()) == replay._n_uses(torch.ones(1).untyped_storage())  # no recording keeps it
 
 
 # On a card ------------------------------------------------------------------------------------------------------------
@@ -347,8 +415,8 @@ def test_replayed_steps_on_a_card_have_the_bits_of_called_ones(
 def test_a_recording_that_fails_leaves_the_step_to_be_called(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     record = replay.Recordings.record
 
-    def waiting(self: replay.Recordings, call: replay.Boxed, given: replay.Given) -> Any:
-        return record(self, lambda arguments: (torch.ones(1, device="cuda").item(), call(arguments))[1], given)
+    def waiting(self: replay.Recordings, call: replay.Boxed, given: replay.Given, recorded: Recorded) -> Any:
+        return record(self, lambda arguments: (torch.ones(1, device="cuda").item(), call(arguments))[1], given, recorded)
 
     monkeypatch.setattr(replay.Recordings, "record", waiting)
     with caplog.at_level(logging.WARNING, logger="fxoffload"):

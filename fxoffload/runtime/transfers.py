@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 
 from ..effects import Tier
+from ..torch_compat import unowned
 from .host_memory import HostMemory
 
 
@@ -102,11 +103,15 @@ class Transfer:
 
 @dataclass(slots=True)
 class Recorded:
-    """Bytes and number of copies per channel, as the engine counts them, and the host memory that they write: it is theirs."""
+    """Bytes and number of copies per channel, as the engine counts them, and the host memory that they write: it is theirs.
+
+    `between`: takes what is to be issued at this point of each replay.
+    """
 
     moved_bytes: Counter[str] = field(default_factory=Counter)
     copies: Counter[str] = field(default_factory=Counter)
     held: list[torch.Tensor] = field(default_factory=list)
+    between: Callable[[Callable[[], None]], None] = lambda act: None
 
 
 class StreamEngine:
@@ -149,7 +154,8 @@ class StreamEngine:
         return Transfer(out, self._last_out, (src,))
 
     def wait(self, transfer: Transfer) -> torch.Tensor:
-        self.module.current_stream(self.device).wait_event(transfer.done)
+        done = transfer.done
+        self._now_or_again(lambda: self.module.current_stream(self.device).wait_event(done))
         transfer.borrowed = ()
         return transfer.out
 
@@ -166,7 +172,7 @@ class StreamEngine:
 
     @contextlib.contextmanager
     def recorded(self) -> Iterator[Recorded]:
-        """Inside, copies are recorded with the graph that issues them, and not made: nothing of them is to be waited for afterwards."""
+        """Inside, copies and waits are handed to `Recorded.between` and not made: nothing of them is to be waited for afterwards."""
         before = self.moved_bytes.copy(), self.copies.copy(), self._last_in, self._last_out
         found = self._recorded = Recorded()
         try:
@@ -196,13 +202,26 @@ class StreamEngine:
 
     def _copied(self, copies: Iterable[Copy], stream: torch.Stream) -> torch.Event:
         """The event that ends the copies, which wait for what compute was told so far."""
-        stream.wait_stream(self.module.current_stream(self.device))
-        with self.module.stream(stream):
-            for out, src in copies:
-                out.copy_(src, non_blocking=True)
-            done = self.module.Event()
+        done = self.module.Event()
+        made = list(copies) if self._recorded is None else [(unowned(out), unowned(src)) for out, src in copies]
+
+        def copy() -> None:
+            stream.wait_stream(self.module.current_stream(self.device))
+            with self.module.stream(stream):
+                for out, src in made:
+                    out.copy_(src, non_blocking=True)
             done.record(stream)
+
+        self._now_or_again(copy)
         return done  # type: ignore[no-any-return]
+
+    def _now_or_again(self, act: Callable[[], None]) -> None:
+        """Does it, or leaves it to the replays of what is recorded."""
+        (self._recorded.between if self._recorded is not None else _called)(act)
+
+
+def _called(act: Callable[[], None]) -> None:
+    act()
 
 
 def bucket(src: Sequence[torch.Tensor], memory: HostMemory, new: New) -> tuple[torch.Tensor, list[Copy]]:
