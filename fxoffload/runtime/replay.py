@@ -82,6 +82,7 @@ class Segments:
         self.acts: list[Callable[[], None]] = []
         self._device, self._pool = device, pool
         self._open: torch.cuda.CUDAGraph | None = None
+        self._empty: list[torch.cuda.CUDAGraph] = []
 
     @contextlib.contextmanager
     def captured(self) -> Iterator[None]:
@@ -115,6 +116,8 @@ class Segments:
             return
         try:
             if ends_empty(graph):
+                # The pool must be in use when the next capture begins.
+                self._empty.append(graph)
                 return
         except RuntimeError:
             end_failed_capture(self._device, self._pool)
