@@ -8,11 +8,13 @@ from dataclasses import dataclass, field, replace
 
 from .blocks import block_position
 from .buckets import bucketed
+from .effects import Tier
 from .fill import filled
 from .floor import Needs
 from .graph import Role, copy_graph, info, name_of
 from .gaps import Gap, Gaps
 from .liveness import Liveness
+from .ops import only_looked_up
 from .overlap import Rates, overlapped, schedule_s, stalls_s, used_bytes
 from .pipeline import Option
 from .plans import Decision, GraphPlan, Prediction, Recompute
@@ -29,6 +31,8 @@ _REFINED_SHARES = (0.0, 1 / 32, 1 / 8)
 
 # Of what a value's copies take: making again what takes more is worth it only where no more can be copied.
 _LOW_PRICE = 0.25
+# Whatever its copies take: where the host has no room for them.
+_ANY_PRICE = 1e6
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +46,8 @@ class Recipe:
     def __str__(self) -> str:
         words = {"all": "saves everything", "costly": "computes cheap ops again"}
         share = "" if self.price == 1 else f"{self.price:g} of "
-        return words.get(self.keep, f"computes again, in {self.blocks} blocks, what takes less than {share}its copies")
+        what = f"what takes less than {share}its copies" if self.price < _ANY_PRICE else "what can be made again"
+        return words.get(self.keep, f"computes again, in {self.blocks} blocks, {what}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +104,15 @@ class Candidate:
     def schedule(self) -> Schedule:
         return self.recomputation.schedule
 
+    def host_short_bytes(self, problem: Problem) -> int:
+        """What the host lacks for it: at most, since not everything it swaps need be there at once."""
+        if problem.host_bytes is None:
+            return 0
+        off = (p for p in problem.parameters.values() if p.fqn not in self.resident)
+        held = sum(p.state_bytes + (p.n_bytes + p.gradient_bytes if p.home is not Tier.DISK else 0) for p in off)
+        swapped = self.found.spilled_bytes if problem.context.swap_tier is not Tier.DISK else 0
+        return max(held + swapped - problem.host_bytes, 0)
+
 
 def recipes(problem: Problem) -> list[Recipe]:
     """In the order of what they recompute: nothing, in more and more of the blocks what is much cheaper made again than copied, in all
@@ -107,7 +121,8 @@ def recipes(problem: Problem) -> list[Recipe]:
     if not n_blocks:
         return [Recipe("all"), Recipe("costly")]
     parts = [n_blocks * quarters // 4 for quarters in (1, 2, 3)] if n_blocks >= 4 else []
-    return [Recipe("all"), *(Recipe("blocks", n, _LOW_PRICE) for n in (*parts, n_blocks)), Recipe("blocks", n_blocks)]
+    most = [] if problem.host_bytes is None else [Recipe("blocks", n_blocks, _ANY_PRICE)]
+    return [Recipe("all"), *(Recipe("blocks", n, _LOW_PRICE) for n in (*parts, n_blocks)), Recipe("blocks", n_blocks), *most]
 
 
 def decided(problem: Problem, recipe: Recipe, live: Liveness | None = None) -> tuple[Decision, ...]:
@@ -321,7 +336,8 @@ def free_names(problem: Problem) -> frozenset[str]:
 
 
 def _free(problem: Problem) -> list[Parameter]:
-    used = {info(n).fqn for n in problem.graph.find_nodes(op="placeholder") if info(n).role is Role.PARAMETER and n.users}
+    inputs = (n for n in problem.graph.find_nodes(op="placeholder") if info(n).role is Role.PARAMETER)
+    used = {info(n).fqn for n in inputs if n.users and not only_looked_up(n)}
     return [p for p in problem.parameters.values() if p.fqn in used and not p.trainable and p.fqn not in problem.pinned_to_host]
 
 

@@ -18,3 +18,7 @@ class PlanError(RuntimeError):
         super().__init__(message)
         self.shortfall_bytes = shortfall_bytes
         self.remedies = remedies
+
+
+class HostShort(PlanError):
+    """What every plan of a search lacks is host memory."""

@@ -113,7 +113,8 @@ def _told(group: Sequence[Tried], best: Tried | None) -> str:
         return f"{what}: {_seconds(one.step_s)}, live peak {format_bytes(one.peak_bytes)}{mark}"
     nearest = min(group, key=lambda one: one.shortfall_bytes)
     if nearest.shortfall_bytes:
-        return f"{recipe}: refused, {format_bytes(nearest.shortfall_bytes)} short with {format_bytes(nearest.resident_bytes)} resident"
+        short = f"{format_bytes(nearest.shortfall_bytes)} short{' on the host' if nearest.lacks_host else ''}"
+        return f"{recipe}: refused, {short} with {format_bytes(nearest.resident_bytes)} resident"
     return f"{recipe}: refused, it takes at least {_seconds(nearest.step_s)}"
 
 

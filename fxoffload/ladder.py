@@ -62,7 +62,8 @@ class _OfRung:
 
 @dataclass
 class Search:
-    """`best`: the fastest candidate so far; `short`: those that do not fit, with the budget that each was tried under.
+    """`best`: the fastest candidate so far; `short`: those that do not fit, with the budget that each was tried under; `host_short_bytes`:
+    what the host lacks at least for what else was tried.
 
     `made`, `decisions`, `rungs`: what every budget that is searched shares. What a budget gives does not depend on those before it.
     """
@@ -75,10 +76,11 @@ class Search:
     made: dict[Recipe, Recomputation] = field(default_factory=dict)
     decisions: dict[Recipe, tuple[Decision, ...]] = field(default_factory=dict)
     rungs: dict[tuple[Recipe, int, bool], _OfRung] = field(default_factory=dict)
+    host_short_bytes: int = 0
 
     def run(self, budget: int | None) -> None:
         """The search under `budget`, unlimited when None."""
-        self.best, self.short, self.tried = None, [], []
+        self.best, self.short, self.tried, self.host_short_bytes = None, [], [], 0
         if budget is None:
             self._accept(Recipe("all"), min(swept(self.problem, self._made(Recipe("all")), self.trained, None), key=_seconds))
             return
@@ -105,9 +107,9 @@ class Search:
                     continue
                 self._complete(recipe, fit, budget, above)
                 found.append((recipe, fit.fitting))
-                if self._effort.spared and before is not None and self.best is before:
+                if self._effort.spared and before is not None and self.best is before and not fit.fitting[0].host_short_bytes(self.problem):
                     break  # the next ones recompute less
-        for recipe, fitting in sorted(found, key=lambda one: one[1][0].step_s)[: self._effort.n_refined]:
+        for recipe, fitting in sorted(found, key=lambda one: (one[1][0].host_short_bytes(self.problem), one[1][0].step_s))[: self._effort.n_refined]:
             if self._slower_s(recipe, budget) is None:
                 self._complete(recipe, self._others(recipe, rung, fitting), budget, above)
         return bool(found)
@@ -116,7 +118,7 @@ class Search:
         """What the recipe gives on a rung; all candidates are told."""
         if (recipe, rung, False) not in self.rungs:
             tried = list(swept(self.problem, self._made(recipe), self.trained, rung))
-            fitting = _fitting(tried)
+            fitting = self._fitting(tried)
             n_settled = _COMPLETED if self._effort.spared else 1
             self.rungs[recipe, rung, False] = _OfRung(tried, fitting, self._settled(fitting[:n_settled], rung))
         return self._tell(recipe, rung, self.rungs[recipe, rung, False])
@@ -125,11 +127,11 @@ class Search:
         """What refining the fastest of `first` gives, and the others of it."""
         if (recipe, rung, True) not in self.rungs:
             tried = list(refined(self.problem, first[0], self.trained, rung, self._effort.packs))
-            fitting = _fitting((*first[1:], *tried))
+            fitting = self._fitting((*first[1:], *tried))
             if self._effort.packs:
                 start = min((first[0], *fitting), key=_seconds)
                 top = climbed(self.problem, start, rung)
-                fitting = _fitting((top, *fitting)) if top is not start else fitting
+                fitting = self._fitting((top, *fitting)) if top is not start else fitting
             self.rungs[recipe, rung, True] = _OfRung(tried, fitting, self._settled(fitting[:_COMPLETED], rung))
         return self._tell(recipe, rung, self.rungs[recipe, rung, True])
 
@@ -167,8 +169,11 @@ class Search:
             self._climb(least, min(limit, above), above)
 
     def _accept(self, recipe: Recipe, candidate: Candidate) -> None:
-        """Makes a faster candidate the best one."""
-        if self.best is None or candidate.step_s < self.best.step_s:
+        """Makes a faster candidate the best one, if the host has room for it."""
+        lacks = candidate.host_short_bytes(self.problem)
+        if lacks:
+            self.host_short_bytes = min(self.host_short_bytes or lacks, lacks)
+        elif self.best is None or candidate.step_s < self.best.step_s:
             self.best = candidate
             self.tried.append(_told(self.problem, recipe, candidate))
 
@@ -189,6 +194,11 @@ class Search:
     def _least_s(self, recipe: Recipe, budget: int) -> float:
         """A bound of what the recipe can give, by the graph that saves everything: its own need not be made."""
         return least_s(self.problem, self._made(Recipe("all")), budget, self._decided(recipe))
+
+    def _fitting(self, candidates: Iterable[Candidate]) -> list[Candidate]:
+        """Those that fit the device, first those that the host lacks least for, the fastest first."""
+        fitting = (one for one in candidates if not one.found.shortfall_bytes)
+        return sorted(fitting, key=lambda one: (one.host_short_bytes(self.problem), one.step_s))
 
     @functools.cached_property
     def _live(self) -> Liveness:
@@ -236,11 +246,6 @@ def least_bytes(problem: Problem, candidate: Candidate, budget: int) -> int:
     return problem.footprint.needed_bytes(problem.footprint.live_bytes(budget) + candidate.found.shortfall_bytes)
 
 
-def _fitting(candidates: Iterable[Candidate]) -> list[Candidate]:
-    """Those that fit, the fastest first."""
-    return sorted((one for one in candidates if not one.found.shortfall_bytes), key=_seconds)
-
-
 def _seconds(candidate: Candidate) -> float:
     return candidate.step_s
 
@@ -250,4 +255,7 @@ def _told(problem: Problem, recipe: Recipe, candidate: Candidate) -> Tried:
     resident_bytes = sum(problem.parameters[fqn].n_bytes for fqn in sorted(candidate.resident))
     if candidate.found.shortfall_bytes:
         return Tried(str(recipe), resident_bytes, None, None, candidate.found.shortfall_bytes)
+    lacks = candidate.host_short_bytes(problem)
+    if lacks:
+        return Tried(str(recipe), resident_bytes, None, None, lacks, lacks_host=True)
     return Tried(str(recipe), resident_bytes, candidate.step_s, candidate.live_bytes)

@@ -108,6 +108,14 @@ def _flat_on(src: list[torch.Tensor], device: torch.device) -> torch.Tensor:
     return torch.empty(side_by_side(map(extent_bytes, src))[1], dtype=torch.uint8, device=device)
 
 
+def _rows_to(table: torch.Tensor, indices: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return torch.embedding(table, indices.to(table.device)).to(device)
+
+
+def _rows_on(table: torch.Tensor, indices: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return torch.empty((*indices.shape, table.shape[1]), dtype=table.dtype, device=device)
+
+
 def _same(src: torch.Tensor) -> torch.Tensor:
     return src.detach()
 
@@ -171,6 +179,18 @@ swap_in_many = define(
     "swap_in_many(Tensor[] src, Device device) -> Tensor",
     _copies_to, _flat_on, (Borrow("src"), Alloc("result", Tier.DEVICE, pending=True)), Channel.H2D,
 )
+# Rows of a table wherever it lies; from the host the compute channel reads them itself.
+lookup = define(
+    "lookup(Tensor table, Tensor indices, Device device) -> Tensor",
+    _rows_to, _rows_on, (Read("table"), Read("indices"), Alloc("result", Tier.DEVICE)), Channel.COMPUTE,
+)
+
+
+def only_looked_up(parameter: fx.Node) -> bool:
+    """Whether all that reads the input are lookups: it is never needed on the device."""
+    return bool(parameter.users) and all(user.target is lookup and user.args[0] is parameter for user in parameter.users)
+
+
 part = define(
     "part(Tensor(a) flat, int offset, SymInt[] size, SymInt[] stride, ScalarType dtype) -> Tensor(a)",
     part_of, part_of, (Read("flat"),), Channel.COMPUTE, alias_of="flat",

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 import torch.fx as fx
 
 from .candidates import Candidate, bare
-from .errors import PlanError, VerifyError
+from .errors import HostShort, PlanError, VerifyError
 from .graph import copy_graph, name_of
 from .heap import heap_at_rest
 from .ladder import Search, least_bytes, rungs_within
@@ -52,9 +52,13 @@ _OFFSET_BITS = 6
 
 @dataclass(slots=True)
 class Searches:
-    """The Searches so far: problems that differ in nothing but the budget share them, and no rung is searched twice."""
+    """The Searches so far: problems that differ in nothing but the budget share them, and no rung is searched twice.
+
+    `looked_up`: graphs with their lookups, by the graph without.
+    """
 
     found: list[Search] = field(default_factory=list)
+    looked_up: dict[tuple[fx.Graph, tuple[Decision, ...]], fx.Graph] = field(default_factory=dict)
 
     def of(self, problem: Problem, trained: frozenset[str]) -> Search:
         """The Search of the problem with those trained parameters on the device."""
@@ -86,6 +90,8 @@ def _within(problem: Problem, searches: Sequence[Search], budget: int | None) ->
         if search.best is not None:
             return replace(_complete(problem, search.best, budget), tried=tuple(search.tried))
         nearest = search.short
+        if search.host_short_bytes:
+            raise HostShort(f"no plan tried keeps to {problem.host_bytes} bytes of host memory", search.host_short_bytes)
     raise _refusal(problem, *min(nearest, key=lambda one: least_bytes(problem, *one)))
 
 

@@ -6,6 +6,8 @@ planned in what that leaves, or refused.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import logging
 from collections.abc import Mapping
@@ -24,7 +26,7 @@ from .captured_step import CapturedStep, pinned_values, value_names
 from .dispatch import Dispatch
 from .donation import Donated
 from .effects import Tier
-from .errors import PlanError
+from .errors import HostShort, PlanError
 from .explain import in_one_line
 from .footprint import Footprint
 from .graph import Bounds, border_of, info, output_of
@@ -32,6 +34,7 @@ from .kernels import AttentionKernel, kernel_of_call
 from .layout import padded
 from .liveness import liveness
 from .lowered import disk_values_bytes, rewrites, saved_of
+from .lookups import solve_looked_up
 from .machine import Machine
 from .memory_map import MemoryMap, placeable, scratch_bytes
 from .optimizer_states import States
@@ -94,6 +97,7 @@ class Planning:
     accumulates: bool = False
     neighbours: tuple[str, ...] | None = None
     searches: Searches | None = None
+    _host_limit: int | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         for one in idle_pins(self.pins, (name for name, _ in self.model.named_parameters()), PARAMETER_PLACES):
@@ -317,7 +321,7 @@ class Planning:
         return Problem(
             graph, context, self.parameters(), self.machine, buffers + USER_SCALAR_BYTES + footprint.overhead_bytes,
             self.resident if self.may_reside else frozenset(), on_device, frozenset(pinned) - on_device, self.states is not None,
-            footprint, workspace,
+            footprint, workspace, host_bytes=self._host_limit,
         )
 
     def _between_steps_bytes(self) -> int:
@@ -358,12 +362,54 @@ class Planning:
         return {name: Tier(pinned[name]) if name in pinned else self._host_tier() for name, _ in named_weights(self.model)}
 
     def _solved(self, graph: fx.Graph, context: Context) -> Solution:
-        """The Solution that fits the host budget too. What the host lacks goes to the disk: frozen parameters, then swapped
-        activations, then trained parameters with their gradients.
+        """The Solution that fits the host budget too: the faster one of those that swap less, and those that send to the disk what the host
+        lacks, frozen parameters, then swapped activations, then trained parameters with their gradients.
 
         Raises PlanError naming the bytes that are missing.
         """
         solution = self._solve(graph, context)
+        if self._host_short(solution) <= 0:
+            return solution
+        homes = self.homes.copy()
+        within = self._within_host(graph, context)
+        lacks = self._host_short(within)
+        if lacks <= 0 and self.budgets.disk_bytes == 0:
+            return within
+        solution = self._with_disk(graph, context, solution)
+        short = self._host_short(solution)
+        if short <= 0 and (lacks > 0 or solution.estimated_s < within.estimated_s):
+            return solution
+        if lacks > 0 and short <= lacks:
+            self._check_host(solution)
+        self.homes = homes
+        self._check_host(within)
+        return within
+
+    def _within_host(self, graph: fx.Graph, context: Context) -> Solution:
+        """The Solution of a search whose candidates keep to the host budget, or, where none does, that lacks least."""
+        budget = self.budgets.host_bytes
+        assert budget is not None
+        try:
+            solution = self._limited(graph, context, budget)
+        except HostShort as short:
+            # By what its candidates swap in all: less of it may be there at once.
+            return self._limited(graph, context, budget + (short.shortfall_bytes or 0))
+        over = self._host_short(solution)
+        if over > 0:  # beside what candidates count there are gaps between parameters that lie side by side
+            with contextlib.suppress(HostShort):
+                return self._limited(graph, context, budget - over)
+        return solution
+
+    def _limited(self, graph: fx.Graph, context: Context, host_bytes: int) -> Solution:
+        """Raises HostShort where no candidate of the search takes so few bytes of the host."""
+        self._host_limit = host_bytes
+        try:
+            return self._solve(graph, context)
+        finally:
+            self._host_limit = None
+
+    def _with_disk(self, graph: fx.Graph, context: Context, solution: Solution) -> Solution:
+        """The Solution when the disk takes what the host lacks for `solution`, as far as it can."""
         while self._host_short(solution) > 0 and self._move_to_disk(solution, context, trained=False):
             # A copy from the disk takes longer and is in another bucket: what resides and what is swapped may change with it.
             solution = self._solve(graph, context)
@@ -373,7 +419,6 @@ class Planning:
             solution = on_disk if self._disk_short(on_disk, context) <= 0 else solution
         while self._host_short(solution) > 0 and self._move_to_disk(solution, context, trained=True):
             solution = self._solve(graph, context)
-        self._check_host(solution)
         return solution
 
     def _solve(self, graph: fx.Graph, context: Context) -> Solution:
@@ -396,7 +441,9 @@ class Planning:
         return min([solution, self._solution(called)], key=lambda one: one.simulation.step_s)
 
     def _solution(self, problem: Problem) -> Solution:
-        return solve_reordered(problem) if self.numerics == "reordered" else solve(problem, self.searches)
+        if self.numerics == "reordered":
+            return solve_looked_up(problem, solve_reordered)
+        return solve_looked_up(problem, functools.partial(solve, known=self.searches), self.searches)
 
     def _recorded(self, problem: Problem) -> Problem:
         """The problem of the same step when it is replayed from a recording."""

@@ -88,8 +88,15 @@ class Chunk:
     blocks: int
 
 
-Decision = Reside | Gather | SwapOut | SwapIn | Sink | Recompute | Bucket | Chunk
-_KINDS: dict[str, type] = {k.__name__.lower(): k for k in (Reside, Gather, SwapOut, SwapIn, Sink, Recompute, Bucket, Chunk)}
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """The embedding `value` reads rows of its table where that lies on the host."""
+
+    value: str
+
+
+Decision = Reside | Gather | SwapOut | SwapIn | Sink | Recompute | Bucket | Chunk | Lookup
+_KINDS: dict[str, type] = {k.__name__.lower(): k for k in (Reside, Gather, SwapOut, SwapIn, Sink, Recompute, Bucket, Chunk, Lookup)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,6 +43,7 @@ class Problem:
 
     `resident`: None lets the planner choose which frozen parameters reside on the device; else it is fixed. `workspace`: bytes an op needs
     for itself, where the context has none because they are scratch. `bucket_bytes`: parameters below come in buckets; 0 for none.
+    `host_bytes`: what parameters off the device, their optimizer states and swapped values may take of host memory; None without a limit.
     """
 
     graph: fx.Graph
@@ -57,6 +58,7 @@ class Problem:
     footprint: Footprint = Footprint()
     workspace: Callable[[fx.Node], int] = no_workspace
     bucket_bytes: int = GROUP_BYTES
+    host_bytes: int | None = None
 
     @property
     def live_budget_bytes(self) -> int | None:

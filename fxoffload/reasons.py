@@ -17,7 +17,8 @@ ISSUE = "issue"
 class Tried:
     """One candidate of the search. `recipe`: what it computes again, in words; `resident_bytes`: parameters that stay on the device.
 
-    `step_s`: estimated seconds, None where it does not fit; then `shortfall_bytes` are missing. `peak_bytes`: live device bytes, None
+    `step_s`: estimated seconds, None where it does not fit; then `shortfall_bytes` are missing, on the device, or on the host where it
+    `lacks_host`. `peak_bytes`: live device bytes, None
     for a recipe that was not scanned, because what it takes at least, which `step_s` then is, is longer than the best plan.
     """
 
@@ -26,6 +27,7 @@ class Tried:
     step_s: float | None
     peak_bytes: int | None
     shortfall_bytes: int = 0
+    lacks_host: bool = False
 
 
 @dataclass(frozen=True, slots=True)

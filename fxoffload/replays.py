@@ -59,6 +59,8 @@ def _obstacle(node: fx.Node) -> str | None:
         return _SIZES
     if spec is not None and spec.channel in (Channel.H2D, Channel.D2H) and host_tier(node, spec) is not Tier.PINNED:
         return f"copies from or to {host_tier(node, spec)} memory"
+    if node.target is ops.lookup and info(node.args[0]).tier not in (Tier.DEVICE, Tier.PINNED):  # type: ignore[arg-type]
+        return f"reads {info(node.args[0]).tier} memory"  # type: ignore[arg-type]
     is_unknown = node.target is not operator.getitem and getattr(node.target, "namespace", None) not in _KNOWN
     if is_unknown and tensors_in(node.meta.get("val")):
         return "is no op that is known to leave nothing to the host"

@@ -10,7 +10,7 @@ import torch.fx as fx
 
 from .donation import given_away
 from .effects import Channel, Tier
-from .graph import Bounds, name_of, tensor_bytes
+from .graph import Bounds, info, name_of, tensor_bytes
 from .liveness import Kind, Liveness, Storage, liveness, no_workspace
 from . import ops
 from .machine import Machine
@@ -94,6 +94,8 @@ def _moved_bytes(graph: fx.Graph, bounds: Bounds) -> dict[str, int]:
     moved: Counter[str] = Counter()
     for node in graph.nodes:
         spec = ops.spec_of(node)
-        if spec is not None and spec.starts_transfer:
+        if node.target is ops.lookup and info(node.args[0]).tier.on_host:  # type: ignore[arg-type]
+            moved[Channel.H2D.value] += tensor_bytes(node.meta["val"], bounds)
+        elif spec is not None and spec.starts_transfer:
             moved[spec.channel.value] += tensor_bytes(node.meta["val"], bounds)
     return dict(moved)

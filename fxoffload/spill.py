@@ -128,7 +128,7 @@ def events_of(graph: fx.Graph, live: Liveness, workspace: Callable[[fx.Node], in
         elif node.op == "output":
             sources = [v for v in (*forward, *gradients) if isinstance(v, fx.Node)]
         else:
-            sources = node.all_input_nodes
+            sources = node.all_input_nodes if node.target is not ops.lookup else [node.args[1]]  # type: ignore[list-item]
         reads = dict.fromkeys(s for v in sources for s in live.of.get(v, ()) if _needed(s))
         makes = tuple(s for s in live.defined_at(node) if s.tier is Tier.DEVICE) if node.op != "output" else ()
         if node.target is ops.backward:

@@ -278,11 +278,12 @@ def clear_workspaces() -> None:
     torch._C._cuda_clearCublasWorkspaces()  # type: ignore[attr-defined]
 
 
-def unowned(tensor: torch.Tensor) -> torch.Tensor:
-    """The same bytes, whose memory the result does not keep: it must not outlive their owner."""
-    storage = tensor.untyped_storage()
-    again = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), tensor.device, storage.nbytes())  # type: ignore[attr-defined]
-    out = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+def unowned(tensor: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
+    """The same bytes, whose memory the result does not keep: it must not outlive their owner. As a tensor of `device`, which can reach them
+    there: page-locked host memory has one address for the host and for CUDA devices."""
+    storage, device = tensor.untyped_storage(), device or tensor.device
+    again = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), device, storage.nbytes())  # type: ignore[attr-defined]
+    out = torch.empty(0, dtype=tensor.dtype, device=device)
     return out.set_(again, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 

@@ -7,11 +7,11 @@ if __name__ != "fxoffload.passes":
 # "place" plans where a lowered graph's values lie.
 PIPELINES = {
     "plan": (
-        "plan-recompute", "sink-gradients", "insert-checkpoint", "recompute", "plan-swap", "insert-gather", "lower-gather", "insert-swap",
+        "plan-lookups", "look-up", "plan-recompute", "sink-gradients", "insert-checkpoint", "recompute", "plan-swap", "insert-gather", "lower-gather", "insert-swap",
         "hoist-transfers", "sink-waits", "plan-buckets",
     ),
     "lower": (
-        "chunk-loss", "sink-gradients", "insert-checkpoint", "recompute", "insert-gather", "lower-gather", "insert-swap",
+        "chunk-loss", "look-up", "sink-gradients", "insert-checkpoint", "recompute", "insert-gather", "lower-gather", "insert-swap",
         "hoist-transfers", "sink-waits", "bucket-transfers", "insert-release",
     ),
     "place": ("assign-offsets",),

@@ -18,6 +18,7 @@ EXPECTED = {
     "swap_in": ((Borrow("src"), Alloc("result", Tier.DEVICE, pending=True)), Channel.H2D, False, True),
     "swap_out": ((Borrow("src"), Alloc("result", "tier", pending=True)), Channel.D2H, False, True),
     "swap_in_many": ((Borrow("src"), Alloc("result", Tier.DEVICE, pending=True)), Channel.H2D, False, True),
+    "lookup": ((Read("table"), Read("indices"), Alloc("result", Tier.DEVICE)), Channel.COMPUTE, False, True),
     "part": ((Read("flat"),), Channel.COMPUTE, False, True),
     "wait": ((Await("src"),), Channel.COMPUTE, False, True),
     "release": ((Free("src"),), Channel.COMPUTE, False, False),

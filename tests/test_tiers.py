@@ -104,6 +104,25 @@ def test_a_short_host_budget_puts_parameters_into_a_real_file_and_training_stays
     assert train(model, BATCHES) == train(plain, BATCHES)
 
 
+def test_what_the_host_has_no_room_for_is_made_again_instead_of_swapped() -> None:
+    """No disk: a plan that swaps more than the host holds gives way to one that computes more again, and less host memory is never faster."""
+    with study_of("lora") as study:
+        free = study.plan()
+        swapped = [d.value for d in free.decisions if isinstance(d, fxoffload.plans.SwapOut)]
+        needed = free.predicted.host_peak_bytes
+        with pytest.raises(fxoffload.PlanError, match="host_budget") as refused:
+            plan_under(study, needed // 2)
+        least = needed // 2 + (refused.value.shortfall_bytes or 0)
+        plans = [plan_under(study, budget) for budget in (least, (least + needed) // 2, needed - 1)]
+    assert swapped and least < needed - 1
+    for plan in plans:
+        assert plan.host_budget_bytes is not None and plan.predicted.host_peak_bytes <= plan.host_budget_bytes
+        assert len([d for d in plan.decisions if isinstance(d, fxoffload.plans.SwapOut)]) < len(swapped)
+    seconds = [plan.predicted.step_s or 0.0 for plan in (*plans, free)]
+    assert seconds == sorted(seconds, reverse=True)
+    assert "what can be made again" in plans[0].explain()
+
+
 def test_frozen_parameters_go_first_then_swapped_activations() -> None:
     """Between all on the host and all on disk there are budgets that move frozen bytes only, then swapped bytes too. What the free plan
     swaps is pinned, else parameters that come from the disk are reason enough to recompute it."""

@@ -16,7 +16,7 @@ import torch.fx as fx
 from .. import ops
 from ..effects import Alloc, Tier
 from ..fusion import fused
-from ..graph import operands, root_of, tensors_in
+from ..graph import info, operands, root_of, tensors_in
 from ..layout import part_of
 from ..torch_compat import boxed_codegen, keeps_graph
 from .device_arena import DeviceArena
@@ -110,7 +110,7 @@ def _lower(
             continue
         new[node] = lowered.node_copy(node, lambda n: new[n])
         new[node].meta = {}
-        _bind(new[node], engine)
+        _bind(new[node], engine, node.target is ops.lookup and info(node.args[0]).tier.on_host)  # type: ignore[arg-type]
         if node.target is fused and node not in offsets:
             new[node].target = fused_call(node)
         if node in offsets and arena is not None:
@@ -128,11 +128,14 @@ def _gives_device_bytes(node: fx.Node) -> bool:
     return node.op == "call_function" and bool(tensors_in(node.meta.get("val"))) and all(tier is Tier.DEVICE for tier in tiers)
 
 
-def _bind(node: fx.Node, engine: SynchronousEngine | StreamEngine) -> None:
+def _bind(node: fx.Node, engine: SynchronousEngine | StreamEngine, on_host: bool) -> None:
+    """Calls the engine where the node moves bytes. `on_host`: what it looks up is there."""
     if node.target is ops.swap_in:
         node.target, node.args = engine.swap_in, node.args[:1]
     elif node.target is ops.swap_in_many:
         node.target, node.args = engine.swap_in_many, node.args[:1]
+    elif node.target is ops.lookup:
+        node.target, node.args = engine.lookup, (*node.args[:2], on_host)
     elif node.target is ops.part:
         node.target = part_of
     elif node.target is ops.swap_out:
@@ -148,7 +151,7 @@ def _bind(node: fx.Node, engine: SynchronousEngine | StreamEngine) -> None:
 
 def _placed(node: fx.Node, target: object, offsets: Mapping[int, int], arena: DeviceArena) -> Callable[..., object]:
     spec = ops.spec_of(node)
-    if spec is not None and spec.starts_transfer:
+    if spec is not None and (spec.starts_transfer or node.target is ops.lookup):
         return LoadedThere(target, offsets[ALONE], arena)  # type: ignore[arg-type]
     return placed_call(node, offsets, arena)
 

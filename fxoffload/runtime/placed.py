@@ -107,14 +107,14 @@ class MovedThere(_Call):
 
 
 class LoadedThere(_Call):
-    """A copy to the device, started into its place."""
+    """A copy to the device, or rows that it looks up, into its place."""
 
     def __init__(self, start: Callable[..., object], offset: int, arena: DeviceArena) -> None:
         super().__init__()
         self._start, self._offset, self._arena = start, offset, arena
 
-    def __call__(self, src: object) -> object:
-        return self._start(src, self._new)
+    def __call__(self, *src: object) -> object:
+        return self._start(*src, self._new)
 
     def _new(self, shape: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
         return self._arena.strided(self._offset, shape, stride, dtype)

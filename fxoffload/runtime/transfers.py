@@ -38,6 +38,9 @@ class Engine(Protocol):
 
     def wait(self, transfer: object) -> torch.Tensor: ...
 
+    def lookup(self, table: torch.Tensor, indices: torch.Tensor, on_host: bool, new: New | None = None) -> torch.Tensor:
+        """Rows of a table, on the device. `on_host`: the table is not there."""
+
     def finish(self) -> None:
         """Returns when every byte sent to the host is readable there."""
 
@@ -72,6 +75,13 @@ class SynchronousEngine:
         out = self.memory.empty_like(src, Tier(tier))
         out.copy_(src)
         self._count("d2h", out, 1)
+        return out
+
+    def lookup(self, table: torch.Tensor, indices: torch.Tensor, on_host: bool, new: New | None = None) -> torch.Tensor:
+        out = _rows(table, indices, new or self._new)
+        out.copy_(torch.embedding(table, indices.to(table.device)))
+        if on_host:
+            self._count("h2d", out, 1)
         return out
 
     def _new(self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -129,8 +139,9 @@ class StreamEngine:
         self.h2d, self.d2h = self.module.Stream(device), self.module.Stream(device)
         self.moved_bytes: Counter[str] = Counter()
         self.copies: Counter[str] = Counter()
-        # The copies of a direction end in order: its last event ends them all.
+        # The copies of a direction end in order, and so do lookups: the last event ends them all.
         self._last_in: torch.Event | None = None
+        self._last_look: torch.Event | None = None
         self._last_out: torch.Event | None = None
         self._recorded: Recorded | None = None
 
@@ -159,6 +170,18 @@ class StreamEngine:
         transfer.borrowed = ()
         return transfer.out
 
+    def lookup(self, table: torch.Tensor, indices: torch.Tensor, on_host: bool, new: New | None = None) -> torch.Tensor:
+        out = _rows(table, indices, new or self._new)
+        there = unowned(table, self.device) if on_host else table
+        torch.index_select(there, 0, indices.reshape(-1), out=out.view(-1, table.shape[1]))
+        if on_host:
+            self.moved_bytes["h2d"] += out.nbytes
+            self.copies["h2d"] += 1
+            if self._recorded is None:
+                self._last_look = self.module.Event()
+                self._last_look.record(self.module.current_stream(self.device))
+        return out
+
     def finish(self) -> None:
         if self._last_out is not None:
             self._last_out.synchronize()
@@ -166,9 +189,10 @@ class StreamEngine:
 
     def settle(self) -> None:
         self.finish()
-        if self._last_in is not None:
-            self._last_in.synchronize()
-            self._last_in = None
+        for event in (self._last_in, self._last_look):
+            if event is not None:
+                event.synchronize()
+        self._last_in = self._last_look = None
 
     @contextlib.contextmanager
     def recorded(self) -> Iterator[Recorded]:
@@ -218,6 +242,15 @@ class StreamEngine:
     def _now_or_again(self, act: Callable[[], None]) -> None:
         """Does it, or leaves it to the replays of what is recorded."""
         (self._recorded.between if self._recorded is not None else _called)(act)
+
+
+def _rows(table: torch.Tensor, indices: torch.Tensor, new: New) -> torch.Tensor:
+    """Memory on the device for rows of a table."""
+    shape = (*indices.shape, table.shape[1])
+    stride = [1]
+    for size in reversed(shape[1:]):
+        stride.insert(0, stride[0] * max(size, 1))
+    return new(shape, stride, table.dtype)
 
 
 def _called(act: Callable[[], None]) -> None:

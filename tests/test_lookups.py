@@ -1,0 +1,166 @@
+"""Embeddings that read their rows on the host: who does, what that takes, and the bits of training with them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from zoo import FAMILIES
+
+import fxoffload
+from fxoffload import ops
+from fxoffload.effects import Tier
+from fxoffload.plans import Gather, Lookup, Plan
+from fxoffload.runtime.host_memory import HostMemory
+from fxoffload.runtime.transfers import StreamEngine, SynchronousEngine
+from fxoffload.testing.simulated_device import SimulatedDevice
+
+pytestmark = pytest.mark.integration
+
+
+class Tagger(nn.Module):
+    """A table of which a batch reads little, or, where it has few rows, as much as there is; it may be the head too."""
+
+    def __init__(self, n_rows: int = 512, tied: bool = False, **named: Any) -> None:
+        super().__init__()
+        self.table, self.mix, self.head = nn.Embedding(n_rows, 32, **named), nn.Linear(32, 32), nn.Linear(32, n_rows, bias=False)
+        if tied:
+            self.head.weight = self.table.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.head(torch.tanh(self.mix(self.table(ids)))).flatten(0, 1), ids.flatten())
+
+
+def ids(n_rows: int = 512, seed: int = 0) -> torch.Tensor:
+    return torch.randint(0, n_rows, (2, 8), generator=torch.Generator().manual_seed(seed))
+
+
+def planned(model: nn.Module, budget: str = "100MiB", batch: Any = None, **named: Any) -> Plan:
+    return fxoffload.plan(model, (ids(),) if batch is None else batch, device_budget=budget, machine="h200", **named)
+
+
+def kinds(plan: Plan, kind: type) -> list[Any]:
+    return [decision for decision in plan.decisions if isinstance(decision, kind)]
+
+
+def trained(model: nn.Module, batches: Sequence[torch.Tensor]) -> tuple[list[float], list[torch.Tensor]]:
+    optimizer, losses = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-2), []
+    for batch in batches:
+        loss = model(batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, [p.detach().cpu().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize(("model", "named", "looks"), [
+    (Tagger(), {"pins": [fxoffload.pin("table.weight", "host")]}, True),
+    (Tagger(), {"pins": [fxoffload.pin("table.weight", "pageable")]}, False),
+    (Tagger(), {"pins": [fxoffload.pin("table.weight", "device")]}, False),
+    (Tagger(12), {"pins": [fxoffload.pin("table.weight", "host")], "batch": (ids(12),)}, False),
+], ids=["pinned", "pageable", "device", "few rows"])
+def test_an_embedding_reads_its_rows_on_the_host_where_the_device_can_reach_them_and_they_are_few(
+        model: nn.Module, named: dict[str, Any], looks: bool) -> None:
+    plan = planned(model, **named)
+    assert bool(kinds(plan, Lookup)) == looks
+    gathered = {decision.value for decision in kinds(plan, Gather)}
+    assert ("table.weight" in gathered) == (not looks and named["pins"][0].place != "device")
+
+
+def test_what_fits_is_resident_and_no_rewrite_is_left() -> None:
+    model = Tagger().requires_grad_(False)
+    model.mix.requires_grad_(True)
+    plan = planned(model)
+    assert not kinds(plan, Lookup) and not kinds(plan, Gather)
+    assert all(one.tier is Tier.DEVICE for one in plan.residency)
+
+
+def test_the_bytes_of_the_rows_are_counted_and_the_table_takes_no_memory() -> None:
+    model = Tagger(1 << 15).requires_grad_(False)
+    model.mix.requires_grad_(True)
+    plan = planned(model, pins=[fxoffload.pin("table.weight", "host"), fxoffload.pin("head.weight", "device")], optimizer="adamw")
+    assert plan.predicted.moved_bytes["h2d"] - 2 * 8 * 32 * 4 < model.table.weight.nbytes // 2
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["apart", "tied"])
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
+@pytest.mark.parametrize("named", [{}, {"padding_idx": 3}, {"scale_grad_by_freq": True}], ids=["plain", "padding", "scaled"])
+@pytest.mark.parametrize("device", ["cpu", "fxsim"])
+def test_training_has_the_bits_of_the_plain_model(tied: bool, frozen: bool, named: dict[str, Any], device: str, simulated_device: SimulatedDevice) -> None:
+    torch.manual_seed(0)
+    model = Tagger(tied=tied, **named)
+    model.table.requires_grad_(not frozen)
+    plain = copy.deepcopy(model).to(device)
+    if tied:
+        plain.head.weight = plain.table.weight  # a simulated device makes two of them
+    batches = [ids(seed=i).to(device) for i in range(4)]
+    ours = fxoffload.compile(model, batches[0].cpu(), device=device, device_budget="1MiB", pins=[fxoffload.pin("table.weight", "host")])
+    (graph,) = ours.fxoffload.graphs.values()
+    assert len(graph.find_nodes(op="call_function", target=ops.lookup)) == 1
+    assert trained(ours, batches)[0] == trained(plain, batches)[0]
+    moved = ours.fxoffload.engine.moved_bytes["h2d"]
+    assert moved % ours.fxoffload.plan.predicted.moved_bytes["h2d"] == 0 and moved > 0
+    ours.fxoffload.close()
+    for a, b in zip(ours.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(a.cpu(), b.cpu())
+
+
+@pytest.mark.parametrize("family", ["llama", "lora", "t5", "gpt2"])
+def test_models_look_up_where_they_stream(family: str) -> None:
+    case = FAMILIES[family]()
+    plan = fxoffload.plan(case.model, case.batch, device_budget="1GiB", machine="h200", pins=[fxoffload.pin("*", "host")])
+    rows = sum(isinstance(module, nn.Embedding) for module in case.model.modules())
+    assert 0 < len(kinds(plan, Lookup)) <= 2 * rows
+
+
+def test_an_engine_with_streams_reads_the_rows_itself_and_who_writes_the_table_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+
+    class Device:
+        Stream = Event = current_stream = lambda self, *_: Device()
+        record = lambda self, stream: said.append("recorded")
+        synchronize = lambda self: said.append("waited")
+
+    monkeypatch.setattr(torch, "get_device_module", lambda device: Device())
+    memory, table, indices = HostMemory(), torch.randn(50, 8, dtype=torch.bfloat16), torch.tensor([[3, 49, 3], [0, 1, 2]])
+    engine, plain = StreamEngine(torch.device("cpu"), memory), SynchronousEngine(torch.device("cpu"), memory)
+    for one in (engine, plain):
+        out = one.lookup(table, indices, True)
+        assert torch.equal(out, torch.embedding(table, indices)) and out.is_contiguous()
+        assert one.moved_bytes == {"h2d": out.nbytes} and one.copies == {"h2d": 1}
+        assert torch.equal(one.lookup(table, indices, False), out) and one.copies == {"h2d": 1}
+    assert said == ["recorded"]
+    engine.finish()
+    assert said == ["recorded"]
+    engine.settle()
+    engine.settle()
+    assert said == ["recorded", "waited"]
+    with engine.recorded() as recorded:
+        engine.lookup(table, indices, True)
+    assert said == ["recorded", "waited"] and recorded.copies == {"h2d": 1}
+    memory.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tied", [False, True], ids=["apart", "tied"])
+def test_rows_in_pinned_memory_are_read_by_the_card(tied: bool) -> None:
+    torch.use_deterministic_algorithms(True)
+    try:
+        torch.manual_seed(0)
+        model = Tagger(4096, tied=tied)
+        plain = copy.deepcopy(model).cuda()
+        batches = [ids(4096, seed=i).cuda() for i in range(8)]
+        ours = fxoffload.compile(model, batches[0].cpu(), device="cuda", device_budget="1GiB", pins=[fxoffload.pin("table.weight", "host")])
+        (graph,) = ours.fxoffload.graphs.values()
+        assert len(graph.find_nodes(op="call_function", target=ops.lookup)) == 1
+        assert trained(ours, batches)[0] == trained(plain, batches)[0]
+        ours.fxoffload.close()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
