@@ -23,16 +23,18 @@ pytestmark = pytest.mark.integration
 
 
 class Tagger(nn.Module):
-    """A table of which a batch reads little, or, where it has few rows, as much as there is; it may be the head too."""
+    """A table of which a batch reads little, or, where it has few rows, as much as there is; it may be the head too. What is `frozen` and
+    pinned to the host is copied in each step."""
 
     def __init__(self, n_rows: int = 512, tied: bool = False, **named: Any) -> None:
         super().__init__()
         self.table, self.mix, self.head = nn.Embedding(n_rows, 32, **named), nn.Linear(32, 32), nn.Linear(32, n_rows, bias=False)
+        self.frozen = nn.Linear(32, 32).requires_grad_(False)
         if tied:
             self.head.weight = self.table.weight
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return nn.functional.cross_entropy(self.head(torch.tanh(self.mix(self.table(ids)))).flatten(0, 1), ids.flatten())
+        return nn.functional.cross_entropy(self.head(torch.tanh(self.frozen(self.mix(self.table(ids))))).flatten(0, 1), ids.flatten())
 
 
 def ids(n_rows: int = 512, seed: int = 0) -> torch.Tensor:
@@ -66,6 +68,7 @@ def trained(model: nn.Module, batches: Sequence[torch.Tensor]) -> tuple[list[flo
 ], ids=["pinned", "pageable", "device", "few rows"])
 def test_an_embedding_reads_its_rows_on_the_host_where_the_device_can_reach_them_and_they_are_few(
         model: nn.Module, named: dict[str, Any], looks: bool) -> None:
+    named["pins"] = [*named["pins"], fxoffload.pin("frozen.*", "host")]
     plan = planned(model, **named)
     assert bool(kinds(plan, Lookup)) == looks
     gathered = {decision.value for decision in kinds(plan, Gather)}
@@ -76,8 +79,7 @@ def test_what_fits_is_resident_and_no_rewrite_is_left() -> None:
     model = Tagger().requires_grad_(False)
     model.mix.requires_grad_(True)
     plan = planned(model)
-    assert not kinds(plan, Lookup) and not kinds(plan, Gather)
-    assert all(one.tier is Tier.DEVICE for one in plan.residency)
+    assert not kinds(plan, Lookup) and {one.value for one in plan.residency if one.tier is Tier.DEVICE} >= {"table.weight", "head.weight"}
 
 
 def test_the_bytes_of_the_rows_are_counted_and_the_table_takes_no_memory() -> None:
@@ -99,7 +101,7 @@ def test_training_has_the_bits_of_the_plain_model(tied: bool, frozen: bool, name
     if tied:
         plain.head.weight = plain.table.weight  # a simulated device makes two of them
     batches = [ids(seed=i).to(device) for i in range(4)]
-    ours = fxoffload.compile(model, batches[0].cpu(), device=device, device_budget="1MiB", pins=[fxoffload.pin("table.weight", "host")])
+    ours = fxoffload.compile(model, batches[0].cpu(), device=device, device_budget="1MiB", pins=[fxoffload.pin("table.weight", "host"), fxoffload.pin("frozen.*", "host")])
     (graph,) = ours.fxoffload.graphs.values()
     assert len(graph.find_nodes(op="call_function", target=ops.lookup)) == 1
     assert trained(ours, batches)[0] == trained(plain, batches)[0]
@@ -110,7 +112,7 @@ def test_training_has_the_bits_of_the_plain_model(tied: bool, frozen: bool, name
         assert torch.equal(a.cpu(), b.cpu())
 
 
-@pytest.mark.parametrize("family", ["llama", "lora", "t5", "gpt2"])
+@pytest.mark.parametrize("family", ["lora", "lora_bf16", "qlora"])
 def test_models_look_up_where_they_stream(family: str) -> None:
     case = FAMILIES[family]()
     plan = fxoffload.plan(case.model, case.batch, device_budget="1GiB", machine="h200", pins=[fxoffload.pin("*", "host")])
@@ -155,7 +157,7 @@ def test_rows_in_pinned_memory_are_read_by_the_card(tied: bool) -> None:
         model = Tagger(4096, tied=tied)
         plain = copy.deepcopy(model).cuda()
         batches = [ids(4096, seed=i).cuda() for i in range(8)]
-        ours = fxoffload.compile(model, batches[0].cpu(), device="cuda", device_budget="1GiB", pins=[fxoffload.pin("table.weight", "host")])
+        ours = fxoffload.compile(model, batches[0].cpu(), device="cuda", device_budget="1GiB", pins=[fxoffload.pin("table.weight", "host"), fxoffload.pin("frozen.*", "host")])
         (graph,) = ours.fxoffload.graphs.values()
         assert len(graph.find_nodes(op="call_function", target=ops.lookup)) == 1
         assert trained(ours, batches)[0] == trained(plain, batches)[0]
