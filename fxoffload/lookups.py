@@ -33,8 +33,8 @@ def reads_rows_of_host(node: fx.Node, bounds: Bounds, machine: Machine | None) -
 
 
 def solve_looked_up(problem: Problem, solve: Callable[[Problem], Solution], known: Searches | None = None) -> Solution:
-    """The Solution with lookups, where there may be some; where memory binds nothing, so that all that is frozen resides, the faster one of it
-    and that with the tables on the device. Raises PlanError as `solve` does: a lookup never needs more memory."""
+    """The Solution with lookups, where there may be some; where memory binds nothing, so that all that is frozen resides, the faster one
+    of it and that with the tables on the device. Raises PlanError as `solve` does: a lookup never needs more memory."""
     place_parameters(problem.graph, problem.parameters, problem.resident if problem.resident is not None else problem.pinned_to_device)
     decisions = decide("plan-lookups", problem.graph, replace(problem.context, machine=problem.machine))
     if not decisions:

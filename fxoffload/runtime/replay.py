@@ -106,9 +106,8 @@ class Segments:
             act()
 
     def _begin(self) -> None:
-        graph = torch.cuda.CUDAGraph()
-        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-        self._open = graph
+        self._open = torch.cuda.CUDAGraph()  # also what fails to begin is to be ended
+        self._open.capture_begin(pool=self._pool, capture_error_mode="thread_local")
 
     def _end(self) -> None:
         graph, self._open = self._open, None
