@@ -74,18 +74,13 @@ class Machine:
         return {c.value: self.transfers.curve(c, Tier.PINNED).per_s for c in (Channel.H2D, Channel.D2H)}
 
     def transfer_s(self, n_bytes: int, channel: Channel, tier: Tier = Tier.PINNED) -> float:
-        """Seconds to copy `n_bytes` on `channel` from or to the host's `tier`, one way and, where that was measured, beside compute.
-        Raises KeyError for a channel that copies nothing. From a file: read (or written), then copied."""
-        copied_s = self.transfers.curve(channel, tier).seconds(n_bytes) * self._stretch(channel, tier)
-        return copied_s + n_bytes * self._file_s_per_byte(channel, tier)
+        """Seconds to copy `n_bytes` on `channel` from or to the host's `tier`, one way and alone. Raises KeyError for a channel that
+        copies nothing. From a file: read (or written), then copied."""
+        return self.transfers.curve(channel, tier).seconds(n_bytes) + n_bytes * self._file_s_per_byte(channel, tier)
 
     def least_s_per_byte(self, most_bytes: int, channel: Channel, tier: Tier = Tier.PINNED) -> float:
         """Seconds per byte that `transfer_s` of no copy of up to `most_bytes` is below."""
-        least_s = self.transfers.curve(channel, tier).least_s_per_unit(most_bytes) * self._stretch(channel, tier)
-        return least_s + self._file_s_per_byte(channel, tier)
-
-    def _stretch(self, channel: Channel, tier: Tier) -> float:
-        return self.contention.stretch(channel) if self.overlaps and tier is Tier.PINNED else 1.0
+        return self.transfers.curve(channel, tier).least_s_per_unit(most_bytes) + self._file_s_per_byte(channel, tier)
 
     def _file_s_per_byte(self, channel: Channel, tier: Tier) -> float:
         if tier is not Tier.DISK:

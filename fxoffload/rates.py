@@ -110,18 +110,10 @@ class Transfers:
 
 @dataclass(frozen=True, slots=True)
 class Contention:
-    """`matrix`, `memory`: seconds of compute that one second of a concurrent copy costs: of a matrix product, of an op bound by memory.
-    `h2d`, `d2h`: the share of its rate that a copy from or to pinned memory loses beside compute."""
+    """Seconds of compute that one second of a concurrent copy costs: of a matrix product, of an op bound by memory."""
 
-    matrix: float | None = None
-    memory: float | None = None
-    h2d: float | None = None
-    d2h: float | None = None
-
-    def stretch(self, channel: Channel) -> float:
-        """How many times as long a copy takes beside compute; 1 where nobody measured it."""
-        lost = {Channel.H2D: self.h2d, Channel.D2H: self.d2h}[channel]
-        return 1 / (1 - (lost or 0.0))
+    matrix: float | None
+    memory: float | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import TypeVar
 
 from .rates import MEMORY_KINDS, AttentionRate, Contention, Curve, Host, MatrixRate, Measured, Transfers
@@ -18,8 +17,6 @@ _ANY_HEAD_DIM = 128
 _RATES = (1e5, 1e18)
 # A kernel or copy that takes a second to start is one whose milliseconds or microseconds were written as seconds.
 _LONGEST_START_S = 1.0
-# The most of each share: a copy that loses all of its rate would never end.
-_CONTENTION = {"matrix": 1.0, "memory": 1.0, "h2d": 0.99, "d2h": 0.99}
 
 
 class Section:
@@ -266,8 +263,8 @@ def contention(section: Section) -> Contention:
     """Shares of 1 that a concurrent copy takes; all unknown where the file has none."""
     found = section.maybe("contention", section.section)
     if found is None:
-        return Contention()
-    values = [found.maybe(name, partial(found.number, above=False, most=most)) for name, most in _CONTENTION.items()]
+        return Contention(None, None)
+    values = [found.maybe(name, lambda name: found.number(name, above=False, most=1.0)) for name in ("matrix", "memory")]
     found.end()
     return Contention(*values)
 

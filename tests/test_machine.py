@@ -80,7 +80,6 @@ CHANGES = [
     ("h200", "memory.copy", None, "memory.copy"),
     ("h200", "memory.shuffle", {"latency_s": 0, "per_s": 1}, "memory.shuffle"),
     ("h200", "contention.matrix", 1.5, "contention.matrix"),
-    ("h200", "contention.h2d", 1.0, "contention.h2d"),
     ("h200", "optimizer_params_per_s.host.fused_fp32", 0, "optimizer_params_per_s.host.fused_fp32"),
     ("h200", "optimizer_params_per_s.moon", {}, "optimizer_params_per_s.moon"),
     ("h200", "host.pin_bytes_per_s", math.inf, "host.pin_bytes_per_s"),

@@ -21,8 +21,6 @@ _SMALLEST = 256
 _LONG_BYTES = 64 * _MIB
 _ISSUE_CYCLES = 20_000_000  # 10 ms at 2 GHz: the device waits until everything is issued
 _SIDE = 4096  # of the products that copies compete with
-_SUSTAINED_S = 0.8  # of copies: by then the load is what it stays
-_QUEUED = 800  # copies that a stream takes without blocking the host
 
 
 def transfer(bench: Bench, channel: Channel, pinned: bool) -> Json:
@@ -78,7 +76,8 @@ def duplex(bench: Bench) -> dict[str, float]:
 
 def contention(bench: Bench, kind: str) -> float:
     """Seconds of compute that one second of a concurrent copy to the device costs; `kind`: "matrix" or "memory"."""
-    act = _compute(bench)[kind]
+    left, right = bench.values(_SIDE, _SIDE), bench.values(_SIDE, _SIDE)
+    act: Act = (lambda: torch.mm(left, right)) if kind == "matrix" else (lambda: torch.add(left, right))
     copies = _Copies(bench, Channel.H2D)
     once = bench.clock.seconds(act, bench.deadline.left_s() / 4)
     copy_s = bench.clock.seconds(lambda: copies.target.copy_(copies.source, non_blocking=True), bench.deadline.left_s() / 4)
@@ -87,47 +86,6 @@ def contention(bench: Bench, kind: str) -> float:
     alone_s = min(_acts_s(act, n_acts, None, 0) for _ in range(3))
     beside_s = min(_acts_s(act, n_acts, copies, n_copies) for _ in range(3))
     return min(max((beside_s - alone_s) / beside_s, 0.0), 1.0)
-
-
-def lost_beside_compute(bench: Bench, channel: Channel) -> float:
-    """The share of its rate that a copy loses while products and ops bound by memory run in turns for most of a second.
-
-    An H200 copies as fast as ever beside the first milliseconds of compute, and slower when the load lasts.
-    """
-    acts = _compute(bench)
-
-    def both() -> None:
-        for act in acts.values():
-            act()
-
-    copies = _Copies(bench, channel)
-    copy_s = bench.clock.seconds(lambda: copies.target.copy_(copies.source, non_blocking=True), bench.deadline.left_s() / 4)
-    both_s = bench.clock.seconds(both, bench.deadline.left_s() / 4)
-    n_copies = min(max(int(_SUSTAINED_S / copy_s), 2), _QUEUED)
-    beside_s = _second_half_s(copies, n_copies, both, int(2 * n_copies * copy_s / both_s) + 1)  # compute outlasts the copies
-    alone_s = _second_half_s(copies, n_copies, both, 0)
-    return min(max((beside_s - alone_s) / beside_s, 0.0), 1.0)
-
-
-def _compute(bench: Bench) -> dict[str, Act]:
-    """What copies compete with, by kind."""
-    left, right = bench.values(_SIDE, _SIDE), bench.values(_SIDE, _SIDE)
-    product, total = torch.empty_like(left), torch.empty_like(left)
-    return {"matrix": lambda: torch.mm(left, right, out=product), "memory": lambda: torch.add(left, right, out=total)}
-
-
-def _second_half_s(copies: _Copies, n_copies: int, act: Act, n_acts: int) -> float:
-    """Seconds of the second half of `n_copies` copies."""
-    start, middle = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    torch.cuda.synchronize()
-    start.record()
-    copies.issue(n_copies // 2, start)
-    middle.record(copies.stream)
-    copies.issue(n_copies - n_copies // 2, start)
-    for _ in range(n_acts):
-        act()
-    torch.cuda.synchronize()
-    return middle.elapsed_time(copies.end) * 1e-3
 
 
 def _acts_s(act: Act, n_acts: int, copies: _Copies | None, n_copies: int) -> float:

@@ -59,8 +59,6 @@ def items() -> list[Item]:
     result.append(Item("attention", 6, compute.attention))
     result.append(Item("dispatch_s", 2, issuing, cuda_only=True))
     result += [Item(f"contention.{kind}", 1, partial(copies.contention, kind=kind), cuda_only=True) for kind in ("matrix", "memory")]
-    result += [Item(f"contention.{channel.value}", 1, partial(copies.lost_beside_compute, channel=channel), cuda_only=True)
-               for channel in (Channel.H2D, Channel.D2H)]
     result.append(Item("host.pin_bytes_per_s", 2, copies.pinning, cuda_only=True))
     for place in ("device", "host"):
         result += [
@@ -135,7 +133,7 @@ def _blank(device: torch.device, name: str | None, date: str | None) -> Json:
         "multiprocessors": torch.cuda.get_device_properties(device).multi_processor_count if is_cuda else None,
         "compute_capability": ".".join(map(str, torch.cuda.get_device_capability(device))) if is_cuda else None,
         "matrix": dict.fromkeys(DTYPES), "attention": None, "memory": dict.fromkeys(MEMORY_KINDS), "transfers": dict.fromkeys(transfers),
-        "dispatch_s": None, "contention": dict.fromkeys(("matrix", "memory", "h2d", "d2h")),
+        "dispatch_s": None, "contention": dict.fromkeys(("matrix", "memory")),
         "optimizer_params_per_s": {"device": dict.fromkeys(rates), "host": dict.fromkeys(rates)},
         "host": dict.fromkeys(("pin_bytes_per_s", "disk_read_bytes_per_s", "disk_write_bytes_per_s")),
         "overhead_bytes": None if is_cuda else 0, "context_bytes": None,
