@@ -232,8 +232,8 @@ def _tier(node: fx.Node, spec: ops.Spec | None, sources: list[Storage]) -> Tier:
 
 
 def _kind(node: fx.Node, spec: ops.Spec | None, sources: list[Storage], in_backward: bool) -> Kind:
-    if sources and spec is not None:
-        return sources[0].kind
+    if sources and spec is not None and node.target is not ops.lookup:
+        return sources[0].kind  # moved, not made
     if sources and all(s.kind is Kind.PARAMETER for s in sources):
         return Kind.PARAMETER
     entry = info(node)

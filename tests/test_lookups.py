@@ -14,10 +14,12 @@ from zoo import FAMILIES
 import fxoffload
 from fxoffload import ops
 from fxoffload.effects import Tier
+from fxoffload.liveness import Kind, liveness
 from fxoffload.plans import Gather, Lookup, Plan
 from fxoffload.runtime.host_memory import HostMemory
 from fxoffload.runtime.transfers import StreamEngine, SynchronousEngine
 from fxoffload.testing.simulated_device import SimulatedDevice
+from fxoffload.text import parse
 
 pytestmark = pytest.mark.integration
 PINS = [fxoffload.pin("table.weight", "host"), fxoffload.pin("frozen.*", "host")]
@@ -120,6 +122,19 @@ def test_models_look_up_where_they_stream(family: str) -> None:
     plan = fxoffload.plan(case.model, case.batch, device_budget="1GiB", machine="h200", pins=[fxoffload.pin("*", "host")])
     rows = sum(isinstance(module, nn.Embedding) for module in case.model.modules())
     assert 0 < len(kinds(plan, Lookup)) <= 2 * rows
+
+
+def test_looked_up_rows_are_activations_and_what_is_computed_on_them_too() -> None:
+    text = """%i: i64[2,3] = input {role=batch}
+%w: f32[16,8]@pinned = input {role=parameter, fqn="w"}
+%e: f32[2,3,8] = fxo.lookup %w, %i, device
+%s: f32[2,3,8] = aten.sin %e
+fxo.backward
+return ((%s), ())
+"""
+    graph = parse(f'graph "rows"\n{text}')
+    kinds = {storage.name: storage.kind for storage in liveness(graph).first}
+    assert kinds["e"] is kinds["s"] is Kind.ACTIVATION and kinds["w"] is Kind.PARAMETER
 
 
 def test_an_engine_with_streams_reads_the_rows_itself_and_who_writes_the_table_waits(monkeypatch: pytest.MonkeyPatch) -> None:
