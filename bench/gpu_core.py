@@ -11,8 +11,6 @@ by the wall clock between synchronizations.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import fcntl
 import gc
 import json
 import os
@@ -20,7 +18,6 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +29,7 @@ import torch
 import transformers
 from models import batch, config_of, drawn, with_lora
 from torch import nn
+from turns import alone
 
 import fxoffload
 from fxoffload.sizes import parse_bytes
@@ -111,17 +109,6 @@ def jolt(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             parameter.data.copy_(torch.randn(parameter.shape) * 0.01)
-
-
-@contextlib.contextmanager
-def alone(lock: str | None, others: bool = False) -> Iterator[None]:
-    """Inside, no other process measures that has the same lock file; with `others` those that compile, and ask so, may be inside too."""
-    if lock is None:
-        yield
-        return
-    with open(lock, "w") as file:
-        fcntl.flock(file, fcntl.LOCK_SH if others else fcntl.LOCK_EX)
-        yield
 
 
 def eight_b(arguments: argparse.Namespace, budget: str) -> dict[str, Any]:

@@ -22,11 +22,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from gpu_core import alone, batch, forget, lora_model, write  # sets the allocator's environment before torch is imported
+from gpu_core import batch, forget, lora_model, write  # sets the allocator's environment before torch is imported
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 from traces import BACKWARD, FORWARD, causes, events_of, host_waits, overlap, write_compact
+from turns import alone
 
 import fxoffload
 from fxoffload.machine import default_machine

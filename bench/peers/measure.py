@@ -20,6 +20,7 @@ import torch
 from peers.rows import ROWS
 from peers.table import PEERS
 from peers.task import Peer, Task, Training
+from turns import alone
 
 _PACKAGES = ("torch", "transformers", "peft", "fxoffload", "liger-kernel", "deepspeed", "triton")
 
@@ -32,13 +33,14 @@ def main() -> None:
     parser.add_argument("--uncapped", action="store_true")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--lock", type=Path)
     parser.add_argument("--out", type=Path, required=True)
     chosen = parser.parse_args()
     row = ROWS[chosen.row].tiny if chosen.tiny else ROWS[chosen.row]
     task = Task(row, chosen.device, None if chosen.uncapped else row.cap_bytes)
     said: dict[str, Any] = {}
     try:
-        said = measured(PEERS[chosen.peer], task)
+        said = measured(PEERS[chosen.peer], task, chosen.lock)
     except BaseException as error:
         said = {"error": message(error)}
         raise
@@ -52,26 +54,28 @@ def message(error: BaseException) -> str:
     return told if error.__cause__ is None else f"{told} From {message(error.__cause__)}"
 
 
-def measured(peer: Peer, task: Task) -> dict[str, Any]:
+def measured(peer: Peer, task: Task, lock: Path | None = None) -> dict[str, Any]:
     """The fields of the row. Memory is counted from the first step on: what loading needed is not in it."""
     started = time.perf_counter()
     os.environ.update(peer.environment)
-    card = Card(task)
-    training = peer.prepare(task)
-    card.forget()
-    prepare_s = time.perf_counter() - started
-    say(f"prepared in {prepare_s:.1f} s")
-    warm = max(task.row.warm, peer.warm)
-    seconds, losses = taken(training.step, warm + task.row.timed, card.synchronize)
-    facts = dict(training.facts())
-    last = task.row.warm + task.row.timed - 1  # of the steps that all peers take
-    row = {
-        "precision": training.precision, "warm": warm, "timed": task.row.timed,
-        "step_s": statistics.median(seconds[warm:]), "step_s_all": seconds,
-        "tokens_per_s": task.row.tokens / statistics.median(seconds[warm:]), "loss_first": losses[0], "loss_last": losses[last], "losses": losses,
-        **card.peaks(facts.pop("pinned_bytes", 0)), "prepare_s": prepare_s, "facts": facts, "versions": versions(),
-        "device": torch.cuda.get_device_name(0) if task.device == "cuda" else "cpu"}
-    training.close()
+    with alone(lock, others=True):
+        card = Card(task)
+        training = peer.prepare(task)
+        card.forget()
+        prepare_s = time.perf_counter() - started
+        say(f"prepared in {prepare_s:.1f} s")
+    with alone(lock):
+        warm = max(task.row.warm, peer.warm)
+        seconds, losses = taken(training.step, warm + task.row.timed, card.synchronize)
+        facts = dict(training.facts())
+        last = task.row.warm + task.row.timed - 1  # of the steps that all peers take
+        row = {
+            "precision": training.precision, "warm": warm, "timed": task.row.timed,
+            "step_s": statistics.median(seconds[warm:]), "step_s_all": seconds,
+            "tokens_per_s": task.row.tokens / statistics.median(seconds[warm:]), "loss_first": losses[0], "loss_last": losses[last],
+            "losses": losses, **card.peaks(facts.pop("pinned_bytes", 0)), "prepare_s": prepare_s, "facts": facts, "versions": versions(),
+            "device": torch.cuda.get_device_name(0) if task.device == "cuda" else "cpu"}
+        training.close()
     return row
 
 
