@@ -20,7 +20,6 @@ from .overlap import stalls_s
 from .problem import Problem
 from .spill import Bytes
 
-_TRIES = 100
 # Shares of the memory left to copies under way: what a try draws from.
 _SHARES = (0.0, 1 / 32, 1 / 16, 1 / 8)
 # How much a copy that nobody waits for counts beside one that compute waits for as long as it takes.
@@ -29,13 +28,13 @@ _HIDDEN = 0.05
 _RESIDENTS_PER = 3
 
 
-def climbed(problem: Problem, start: Candidate, budget_bytes: int) -> Candidate:
-    """The fastest candidate met on the way from `start` under the device budget; `start` where none is faster, or where copies do
+def climbed(problem: Problem, start: Candidate, budget_bytes: int, n_tries: int) -> Candidate:
+    """The fastest candidate met in so many tries from `start` under the device budget; `start` where none is faster, or where copies do
     not overlap with compute: there packing by worth is near the optimum (within 3 % on the steps drawn so far)."""
     if not start.found.loads or not problem.machine.overlaps:
         return start
     climb = _Climb(problem, start, budget_bytes)
-    for _ in range(_TRIES):
+    for _ in range(n_tries):
         climb.attempt()
     return min(start, climb.now, key=lambda one: one.step_s)
 

@@ -28,8 +28,8 @@ from .reasons import Tried
 class Effort:
     """How a step of up to `most_events` is searched: on rungs of so many significant `bits`, at most `n_rungs` of them.
 
-    `n_refined`: recipes of a rung, the fastest, that are refined. `packs`: values that stay by their worth are tried too, and the fastest
-    is climbed from. `spared`: the share of the best seconds that no search is worth. 0 tries every recipe on every rung unless it is
+    `n_refined`: recipes of a rung, the fastest, that are refined. `n_tries`: where there are any, values that stay by their worth are tried
+    too, and the fastest is climbed from in so many tries. `spared`: the share of the best seconds that no search is worth. 0 tries every recipe on every rung unless it is
     proven to give nothing faster; else until one is slower (`Search._ways`), and on smaller rungs only the best one's.
     """
 
@@ -37,12 +37,13 @@ class Effort:
     bits: int
     n_rungs: int
     n_refined: int
-    packs: bool
+    n_tries: int
     spared: float
 
 
-# A scan takes milliseconds where all rungs are searched, steps of 1/16 to 1/8, and up to a tenth of a second on the others, of 1/8 to 1/4.
-_EFFORTS = (Effort(600, 4, 1 << 60, 2, True, 0.0), Effort(1500, 3, 3, 1, False, 1e-3), Effort(1 << 60, 3, 2, 1, False, 1e-3))
+# A scan takes milliseconds where all rungs are searched, steps of 1/64 to 1/32 or 1/16 to 1/8, and up to a tenth of a second on the others.
+_EFFORTS = (
+    Effort(250, 6, 1 << 60, 2, 30, 0.0), Effort(600, 4, 1 << 60, 2, 100, 0.0), Effort(1500, 4, 3, 1, 0, 1e-3), Effort(1 << 60, 4, 1, 1, 0, 1e-3))
 # Candidates of a recipe on a rung, the fastest, that are completed, because what more memory gives them is not alike.
 _COMPLETED = 3
 # Above this many times what all parameters and values take nothing binds, slack included.
@@ -126,11 +127,11 @@ class Search:
     def _others(self, recipe: Recipe, rung: int, first: list[Candidate]) -> _OfRung:
         """What refining the fastest of `first` gives, and the others of it."""
         if (recipe, rung, True) not in self.rungs:
-            tried = list(refined(self.problem, first[0], self.trained, rung, self._effort.packs))
+            tried = list(refined(self.problem, first[0], self.trained, rung, bool(self._effort.n_tries)))
             fitting = self._fitting((*first[1:], *tried))
-            if self._effort.packs:
+            if self._effort.n_tries:
                 start = min((first[0], *fitting), key=_seconds)
-                top = climbed(self.problem, start, rung)
+                top = climbed(self.problem, start, rung, self._effort.n_tries)
                 fitting = self._fitting((top, *fitting)) if top is not start else fitting
             self.rungs[recipe, rung, True] = _OfRung(tried, fitting, self._settled(fitting[:_COMPLETED], rung))
         return self._tell(recipe, rung, self.rungs[recipe, rung, True])
