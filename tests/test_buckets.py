@@ -25,7 +25,7 @@ from fxoffload.testing.simulated_device import SimulatedDevice
 
 pytestmark = pytest.mark.integration
 # Adapters and weights stream; values of forward are swapped.
-BUDGET = 450 << 10
+BUDGET = 440 << 10
 HOST = [fxoffload.pin("*", "host")]
 
 
