@@ -29,8 +29,9 @@ class Effort:
     """How a step of up to `most_events` is searched: on rungs of so many significant `bits`, at most `n_rungs` of them.
 
     `n_refined`: recipes of a rung, the fastest, that are refined. `n_tries`: where there are any, values that stay by their worth are tried
-    too, and the fastest is climbed from in so many tries. `spared`: the share of the best seconds that no search is worth. 0 tries every recipe on every rung unless it is
-    proven to give nothing faster; else until one is slower (`Search._ways`), and on smaller rungs only the best one's.
+    too, and the fastest is climbed from in so many tries. `spared`: the share of the best seconds that no search is worth. 0 tries every
+    recipe on every rung unless it is proven to give nothing faster; else until one is slower (`Search._ways`), and on smaller rungs only the
+    best one's.
     """
 
     most_events: int

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from peers import run, summary  # noqa: E402
 from peers.limit import limits_of  # noqa: E402
 from peers.rows import ROWS  # noqa: E402
 from peers.tuning import Attempt, search  # noqa: E402
+from turns import alone  # noqa: E402
 
 from fxoffload.machine import load_machine  # noqa: E402
 
@@ -118,3 +120,20 @@ def test_tuning_finds_the_largest_number_of_layers_that_fits(fitting: int) -> No
 def test_tuning_takes_the_fastest_that_fits_not_the_largest() -> None:
     found = search(4, 1000, lambda n: Attempt(1.0 if n == 3 else 2.0, 100 + n))
     assert found.layers == 3 and found.tried == {0: 2.0, 2: 2.0, 3: 1.0, 4: 2.0}
+
+
+def test_who_measures_is_alone_and_those_who_prepare_are_beside_each_other(tmp_path: Path) -> None:
+    lock, said = tmp_path / "lock", list[str]()
+
+    def measures() -> None:
+        with alone(lock):
+            said.append("measured")
+
+    waiting = threading.Thread(target=measures)
+    with alone(lock, others=True), alone(lock, others=True):
+        waiting.start()
+        waiting.join(0.5)
+        assert waiting.is_alive(), "it measured while others prepared"
+        said.append("prepared")
+    waiting.join(10)
+    assert said == ["prepared", "measured"]

@@ -66,7 +66,7 @@ def main() -> int:
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--limit-s", type=float, default=240)
     parser.add_argument("--total-s", type=float, default=float("inf"))
-    parser.add_argument("--lock", type=Path, help="a file: peers of several runs that have the same one prepare beside each other and measure one by one")
+    parser.add_argument("--lock", type=Path, help="a file: runs that have the same one prepare beside each other and measure one by one")
     parser.add_argument("--machine", help="whose rates the physical limit has; default: h200, for a CPU cpu")
     parser.add_argument("--no-limit", action="store_true", help="leaves the physical limit to limit.py --into")
     parser.add_argument("--list", action="store_true", help="rows and peers")
