@@ -38,6 +38,11 @@ def program(text: str) -> Program:
     return fx.GraphModule(torch.nn.Module(), reader.graph).forward  # type: ignore[return-value]
 
 
+def sums_rows(text: str) -> bool:
+    """Whether a program sums over the last dimension of something."""
+    return "= aten.sum.dim_IntList %" in text or "= aten.mean.dim %" in text
+
+
 def run_program(values: Sequence[torch.Tensor], text: str, sizes: Sequence[Size]) -> list[torch.Tensor]:
     """The program's results, op by op."""
     return program(text)(*values, *sizes)

@@ -482,25 +482,41 @@ def shape_env_of(values: Iterable[object]) -> ShapeEnv | None:
 _ONE_KERNEL = {
     "realize_reads_threshold": 1 << 20, "realize_opcount_threshold": 1 << 20, "realize_acc_reads_threshold": 1 << 20,
     "max_pointwise_cat_inputs": 8, "split_reductions": False, "size_asserts": False, "max_fusion_size": 1 << 10, "triton.cudagraphs": False,
-    "benchmark_fusion": False, "deterministic": True, "triton.autotune_pointwise": False,
+    "benchmark_fusion": False, "unroll_reductions_threshold": 1, "deterministic": True, "triton.autotune_pointwise": False,
 }
 
 
-def compiled_by_inductor(body: Callable[..., object], inputs: Sequence[Any]) -> tuple[Callable[[list[Any]], object], int, int]:
-    """`body` (of fake tensors and symbols; what it writes to are inputs) as a function of a list, the kernels that it calls and the
-    allocations that it makes."""
-    from torch._inductor import config
-    from torch._inductor.compile_fx import compile_fx_inner
+def traced_program(body: Callable[..., object], inputs: Sequence[Any]) -> fx.GraphModule:
+    """`body` (of fake tensors and symbols; what it writes to are inputs) in the ops that Inductor lowers."""
     from torch._inductor.decomposition import select_decomp_table
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    mode = fake_mode_of(inputs)
-    patch = {name: value for name, value in _ONE_KERNEL.items() if hasattr(config, name) or "." in name}
-    with torch._guards.tracing(torch._guards.TracingContext(mode)), torch.no_grad(), config.patch(patch):
-        with _disable_current_modes():
-            with cast(Any, mode):
-                traced = make_fx(body, decomposition_table=select_decomp_table(), tracing_mode="real")(*inputs)
-            compiled = cast(Any, compile_fx_inner(traced, list(inputs)))
+    with torch.no_grad(), _disable_current_modes(), cast(Any, fake_mode_of(inputs)):
+        return make_fx(body, decomposition_table=select_decomp_table(), tracing_mode="real")(*inputs)
+
+
+def kernel_options(sums_rows: bool) -> dict[str, Any]:
+    """Inductor's options for a fused program.
+
+    `sums_rows`: its sums and what is made of them step through their elements in one order, that of their sizes. Otherwise each loop may
+    have the order of its memory, and loops of two orders are two kernels where one needs another's sum.
+    """
+    from torch._inductor import config
+
+    wanted = {**_ONE_KERNEL, "pick_loop_orders": not sums_rows}
+    return {name: value for name, value in wanted.items() if hasattr(config, name) or "." in name}
+
+
+def compiled_by_inductor(
+    traced: fx.GraphModule, inputs: Sequence[Any], sums_rows: bool
+) -> tuple[Callable[[list[Any]], object], int, int]:
+    """A traced program of such inputs as a function of a list, the kernels that it calls and the allocations that it makes."""
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx_inner
+
+    context = torch._guards.TracingContext(fake_mode_of(inputs))
+    with torch._guards.tracing(context), torch.no_grad(), config.patch(kernel_options(sums_rows)), _disable_current_modes():
+        compiled = cast(Any, compile_fx_inner(traced, list(inputs)))
     source = str(compiled.source_code)
     n_kernels = source.count(".run(")
     return compiled, n_kernels, source.count("= empty_strided_")

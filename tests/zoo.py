@@ -58,6 +58,10 @@ def gemma3() -> Case:
     return _causal(tf.Gemma3TextConfig(**_sizes(sliding_window=16, query_pre_attn_scalar=16)))
 
 
+def qwen3() -> Case:
+    return _causal(tf.Qwen3Config(**_sizes(head_dim=16)))
+
+
 def qwen3_next() -> Case:
     return _causal(tf.Qwen3NextConfig(**_sizes(
         layer_types=["linear_attention", "full_attention"], linear_num_value_heads=4, linear_num_key_heads=2, linear_key_head_dim=16,

@@ -18,11 +18,12 @@ import torch
 import torch.fx as fx
 
 from ..errors import PlanError
-from ..fusion import fused, program, run_program
+from ..fusion import fused, program, run_program, sums_rows
 from ..graph import name_of
 from ..text_words import expr_of
-from ..torch_compat import compiled_by_inductor, fake_mode_of, fake_tensor, has_inductor, shape_env_of
+from ..torch_compat import compiled_by_inductor, fake_mode_of, fake_tensor, has_inductor, shape_env_of, traced_program
 from .device_arena import DeviceArena
+from .loops import in_finest_sizes
 
 log = logging.getLogger("fxoffload")
 
@@ -138,7 +139,12 @@ class _Form:
                 out.copy_(made)
             return ()
 
-        kernel, n_kernels, n_allocations = compiled_by_inductor(body, self._inputs_apart())
+        inputs = self._inputs_apart()
+        traced = traced_program(body, inputs)
+        traced.graph = in_finest_sizes(traced.graph)
+        stored = [p.meta["val"] for p in traced.graph.nodes if p.op == "placeholder"][-len(self.results) :]
+        inputs[-len(self.results) :] = stored
+        kernel, n_kernels, n_allocations = compiled_by_inductor(traced, inputs, sums_rows(self.text))
         if self.results[0].device.type != "cpu" and (n_kernels != 1 or n_allocations):
             raise PlanError(
                 f"{self.name}: Inductor makes {n_kernels} kernels and {n_allocations} allocations of a program that is planned as one kernel "
