@@ -51,7 +51,11 @@ def given_away(live: Liveness) -> dict[Storage, int]:
     """Storages whose place another has taken, by the offsets of the graph, and the node index at which it has."""
     placed = {s: node for s, node in base_nodes(live).items() if info(node).offset is not None}
     pairs = donations(live, placed) if placed else {}
-    return {given: live.first[taker] for taker, given in pairs.items() if info(placed[given]).offset == info(placed[taker]).offset}
+    return {given: live.first[taker] for taker, given in pairs.items() if _place(placed[given]) == _place(placed[taker])}
+
+
+def _place(node: fx.Node) -> object:
+    return info(node).offset, info(node).pages
 
 
 def takes_a_place(node: fx.Node) -> bool:

@@ -50,7 +50,7 @@ class NodeInfo:
 
     `tier`: where an input's bytes live. `origin`: canonical name of the node this one is a clone of.
     `grad_of`: on an output gradient's node, the parameter it belongs to. `offset`: where in the arena the node's Storage begins, in
-    bytes, where memory is planned by offsets.
+    bytes, where memory is planned by offsets. `pages`: where it does not lie in one piece, the offset and the bytes of each.
     """
 
     name: str
@@ -60,6 +60,7 @@ class NodeInfo:
     trainable: bool = False
     origin: str | None = None
     offset: int | None = None
+    pages: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

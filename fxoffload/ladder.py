@@ -44,7 +44,7 @@ class Effort:
 
 # A scan takes milliseconds where all rungs are searched, steps of 1/64 to 1/32 or 1/16 to 1/8, and up to a tenth of a second on the others.
 _EFFORTS = (
-    Effort(250, 6, 1 << 60, 2, 30, 0.0), Effort(600, 4, 1 << 60, 2, 100, 0.0), Effort(1500, 4, 3, 1, 0, 1e-3), Effort(1 << 60, 4, 1, 1, 0, 1e-3))
+    Effort(250, 6, 1 << 60, 2, 30, 0.0), Effort(600, 4, 1 << 60, 2, 30, 0.0), Effort(1500, 4, 3, 1, 0, 1e-3), Effort(1 << 60, 4, 1, 1, 0, 1e-3))
 # Candidates of a recipe on a rung, the fastest, that are completed, because what more memory gives them is not alike.
 _COMPLETED = 3
 # Above this many times what all parameters and values take nothing binds, slack included.

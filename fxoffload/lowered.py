@@ -8,15 +8,21 @@ from . import ops
 from .effects import Tier
 from .footprint import Footprint
 from .graph import Bounds, border_of, info
-from .pipeline import Pipeline, get_pass, pipeline_names
+from .pipeline import Pass, Pipeline, get_pass, pipeline_names
 from .runtime.slabs import whole_pages
 from .split import saved_names
 
 
 def rewrites(footprint: Footprint = Footprint()) -> Pipeline:
     """The rewrites that lower a canonical graph, as one Pipeline; with those that place its values, where memory is planned by offsets."""
-    names = pipeline_names("lower") + (pipeline_names("place") if footprint.by_offsets else ())
-    return Pipeline([get_pass(name) for name in names])
+    return Pipeline([get_pass(name) for name in pipeline_names("lower")] + (placing(footprint) if footprint.by_offsets else []))
+
+
+def placing(footprint: Footprint) -> list[Pass]:
+    """The rewrites that give a lowered graph's values their places, for the footprint's pages."""
+    return [
+        step.with_options({"page_bytes": footprint.page_bytes}) if "page_bytes" in step.options else step
+        for step in map(get_pass, pipeline_names("place"))]
 
 
 def saved_of(lowered: fx.Graph) -> tuple[str, ...]:

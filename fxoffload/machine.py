@@ -30,7 +30,8 @@ class Machine:
     `optimizer_params_per_s`: AdamW's rate by place ("device", "host") and "fused_fp32", "foreach_bf16", ... `overhead_bytes`: device
     bytes that no graph value owns (library workspaces); `context_bytes`: what the driver takes outside the allocator.
     `multiprocessors`: how many the card has, on which some kernels' workspace depends. `compute_capability`: (9, 0) is 9.0; which
-    attention kernel torch takes depends on it.
+    attention kernel torch takes depends on it. `page_bytes`: of device memory that can be mapped at several addresses at once; None where
+    that is not known.
     `overlaps`: transfers run beside compute. `source`: where the numbers come from; `datasheet`: derived, not measured.
     """
 
@@ -54,6 +55,7 @@ class Machine:
     overhead_bytes: int
     context_bytes: int | None
     compute_capability: tuple[int, int] | None = None
+    page_bytes: int | None = None
     notes: tuple[str, ...] = ()
     # What cost.py has computed on this machine; `dataclasses.replace` starts anew.
     known_s: dict[object, float] = field(default_factory=dict, init=False, compare=False, repr=False)
@@ -143,7 +145,7 @@ def _read(section: Section) -> Machine:
         contention=rates_reader.contention(section), optimizer_params_per_s=rates_reader.optimizers(section),
         host=rates_reader.host(section), overhead_bytes=section.whole("overhead_bytes"),
         context_bytes=section.maybe_whole("context_bytes"),
-        compute_capability=section.maybe("compute_capability", section.version), notes=section.lines("notes"),
+        compute_capability=section.maybe("compute_capability", section.version), page_bytes=section.maybe_whole("page_bytes"), notes=section.lines("notes"),
     )
 
 

@@ -21,6 +21,7 @@ from .graph import Bounds, info
 from .liveness import Liveness, Storage, base_nodes, liveness, no_workspace, owner_of
 from .offsets import ALIGNMENT, Lifetime, aligned
 from .out_variants import out_variant
+from .pages import Place
 from .replays import anew_bytes
 
 # In a Llama's step what an attention's backward makes lives for 61 nodes at most, what a layer saves for its own backward for 96 at least.
@@ -50,7 +51,7 @@ class MemoryMap:
         found = placeable(live)
         with_offset = {s for s, node in found.items() if info(node).offset is not None}
         placed = with_offset or set(found)
-        ends = [info(found[s]).offset + aligned(s.n_bytes) for s in with_offset]  # type: ignore[operator]
+        ends = [offset + aligned(n_bytes) for s in with_offset for offset, n_bytes in place_of(found[s], s)]
         on_device = [s for s in live.first if s.tier is Tier.DEVICE]
         return MemoryMap(
             sum(aligned(s.n_bytes) for s in on_device if s.is_input),
@@ -63,6 +64,13 @@ class MemoryMap:
         if footprint.recording_bytes is not None:
             beside += footprint.overhead_bytes + self.anew_bytes + self.returned_bytes
         return outside_bytes + self.inputs_bytes + self.returned_bytes + self.arena_bytes + beside
+
+
+def place_of(node: fx.Node, storage: Storage) -> Place:
+    """Where in the arena the Storage lies that a node with an offset names."""
+    entry = info(node)
+    assert entry.offset is not None
+    return entry.pages or ((entry.offset, storage.n_bytes),)
 
 
 def placeable(live: Liveness) -> dict[Storage, fx.Node]:

@@ -17,8 +17,8 @@ from .graph import copy_graph, name_of
 from .heap import heap_at_rest
 from .ladder import Search, least_bytes, rungs_within
 from .liveness import liveness
+from .lowered import placing
 from .memory_map import MemoryMap
-from .pipeline import pipeline_names
 from .plans import Decision
 from .problem import USER_SCALAR_BYTES, Parameter, Problem, apply, outside_bytes, place_parameters
 from .reasons import Tried
@@ -164,7 +164,7 @@ def _complete(problem: Problem, chosen: Candidate, limit: int | None) -> Solutio
     if not footprint.by_offsets:
         taken = footprint.taken_bytes(simulation.device_peak_bytes, limit)
     else:
-        lowered = apply(lowered, replace(context, workspace=problem.workspace, live=live), pipeline_names("place"))
+        lowered = apply(lowered, replace(context, workspace=problem.workspace, live=live), placing(footprint))
         taken = MemoryMap.of(lowered, context.bounds, problem.workspace, live).taken_bytes(footprint, chosen.outside_bytes)
     return Solution(chosen.resident, decisions, lowered, replace(simulation, device_peak_bytes=taken), chosen.step_s)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch.fx as fx
 
@@ -13,7 +13,7 @@ from .footprint import Footprint
 from .graph import Role, info, set_info
 from .liveness import no_workspace
 from .machine import Machine
-from .pipeline import Context, get_pass
+from .pipeline import Context, Pass, get_pass
 from .plans import Decision
 
 # Bytes of scalars a training loop keeps on the device beside the graph's values (losses, seeds).
@@ -82,11 +82,11 @@ def decide(name: str, graph: fx.Graph, context: Context) -> tuple[Decision, ...]
     return decisions
 
 
-def apply(graph: fx.Graph, context: Context, names: Sequence[str]) -> fx.Graph:
-    """The named rewrites on a graph, unchecked: candidates are many, and the chosen one goes through a Pipeline."""
-    for name in names:
-        result = get_pass(name).run(graph, context)
-        assert isinstance(result, fx.Graph), f"{name} is not a rewrite"
+def apply(graph: fx.Graph, context: Context, steps: Sequence[str | Pass]) -> fx.Graph:
+    """The rewrites, or those of these names, on a graph, unchecked: candidates are many, and the chosen one goes through a Pipeline."""
+    for step in (get_pass(one) if isinstance(one, str) else one for one in steps):
+        result = step.run(graph, replace(context, options=step.options) if step.options else context)
+        assert isinstance(result, fx.Graph), f"{step.name} is not a rewrite"
         graph = result
     return graph
 

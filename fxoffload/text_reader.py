@@ -161,6 +161,8 @@ class Reader:
             key = self._take("word")
             self._take("mark", "=")
             found[key] = _ENUMS[key](self._take("word")) if key in _ENUMS else self._value()
+            if key == "pages":
+                found[key] = tuple(map(tuple, found[key]))  # type: ignore[call-overload]
             self._accept(",")
         return found
 

@@ -23,7 +23,7 @@ from .effects import Alloc, Await, Borrow, Effect, Free, Read, Tier
 from .errors import VerifyError
 from .graph import Bounds, info, name_of, operands, remembered
 from .liveness import LiveCurve, Liveness, Storage, base_nodes, live_curve, liveness, no_workspace, returns_its_input
-from .memory_map import lifetime, makes_its_results, placeable
+from .memory_map import lifetime, makes_its_results, place_of, placeable
 from .sizes import format_bytes
 
 
@@ -397,20 +397,22 @@ def _check_placed(checked: Checked) -> None:
     there: list[tuple[int, int, str]] = []
     for i, node in enumerate(live.nodes):
         for storage in ends.get(i, ()):
-            there.remove(_range(storage, placed[storage]))
+            for place in _ranges(storage, placed[storage]):
+                there.remove(place)
         for storage in starts.get(i, ()):
-            place = _range(storage, placed[storage])
-            at = bisect.bisect(there, place)
-            for other in there[max(at - 1, 0) : at + 1]:
-                if place[0] < other[1] and other[0] < place[1]:
-                    raise checked.error(node, f"{_quote(storage)} at {place[0]} overlaps %{other[2]}, which lies from {other[0]} to {other[1]}")
-            there.insert(at, place)
+            if sum(end - begin for begin, end, _ in _ranges(storage, placed[storage])) < storage.n_bytes:
+                raise checked.error(node, f"{_quote(storage)} has {storage.n_bytes} bytes, and fewer in its pages")
+            for place in _ranges(storage, placed[storage]):
+                at = bisect.bisect(there, place)
+                for other in there[max(at - 1, 0) : at + 1]:
+                    if place[0] < other[1] and other[0] < place[1]:
+                        raise checked.error(
+                            node, f"{_quote(storage)} at {place[0]} overlaps %{other[2]}, which lies from {other[0]} to {other[1]}")
+                there.insert(at, place)
 
 
-def _range(storage: Storage, node: fx.Node) -> tuple[int, int, str]:
-    offset = info(node).offset
-    assert offset is not None
-    return offset, offset + storage.n_bytes, storage.name
+def _ranges(storage: Storage, node: fx.Node) -> list[tuple[int, int, str]]:
+    return [(offset, offset + n_bytes, storage.name) for offset, n_bytes in place_of(node, storage)]
 
 
 def _check_fits(checked: Checked) -> None:

@@ -1,23 +1,53 @@
-"""The device's arena: one allocation in which a lowered graph's values lie at the offsets it says."""
+"""The device's arena: one allocation in which a lowered graph's values lie at the offsets, or in the pages, it says."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 import torch
+
+from ..errors import PlanError
+from ..pages import Place
+
+# Behind so many bytes from an arena's first address its pages have their other addresses.
+_WINDOW_BYTES = 1 << 40
+
+
+class Mapped(Protocol):
+    """What a device's `map_pages(n_bytes, window_bytes, aliases)` gives: memory that is counted and limited like any other of the device, at
+    `address`, and from `window_bytes` behind it each alias, the pieces that it says side by side; `n_bytes` addresses in all."""
+
+    address: int
+    n_bytes: int
+
+    def close(self) -> None: ...
+
+
+def check_pages(device: torch.device, page_bytes: int) -> None:
+    """Raises PlanError where values are to lie in pages and the device cannot map a page at several addresses."""
+    if page_bytes and not hasattr(torch.get_device_module(device), "map_pages"):
+        raise PlanError(f"{device} cannot map pages of {page_bytes} bytes at several addresses; use a machine without page_bytes")
 
 
 class DeviceArena:
     """Bytes that one step at a time has for itself, from its forward until nothing looks into them any more.
 
-    It is allocated when it is first used and grows, while nobody has it, to the largest graph's need.
+    It is allocated when it is first used and grows, while nobody has it, to the largest graph's need. A value in several pieces has an
+    address range of its own, in which they are side by side; its offset is behind all others.
     """
+
+    # Memory without an arena that something still looks into.
+    _left: ClassVar[list[tuple[torch.UntypedStorage, Mapped]]] = []
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.n_bytes = 0
         self._storage: torch.UntypedStorage | None = None
+        self._held_bytes = 0
+        self._aliases: dict[Place, int] = {}
+        self._mapped: Mapped | None = None
+        self._n_mapped = 0
         self._stream: Any = None
         self._lasting: dict[tuple[object, ...], torch.Tensor] = {}
 
@@ -25,13 +55,21 @@ class DeviceArena:
         """From its next use on the arena has at least `n_bytes`."""
         self.n_bytes = max(self.n_bytes, n_bytes)
 
+    def offset_of(self, offset: int, pages: Place) -> int:
+        """Where a value begins that lies at `offset`, or, if there are any, in these pages."""
+        if not pages:
+            return offset
+        if pages not in self._aliases:
+            self._aliases[pages] = _WINDOW_BYTES + sum(n_bytes for place in self._aliases for _, n_bytes in place)
+        return self._aliases[pages]
+
     def take(self) -> bool:
         """True when a step may begin to use the arena: nothing looks into it."""
         if self._storage is not None and torch._C._storage_Use_Count(self._storage._cdata) > 1 + len(self._lasting):
             return False
-        if self._storage is None or self._storage.nbytes() < self.n_bytes:
+        if self._storage is None or self._held_bytes < self.n_bytes or self._n_mapped < len(self._aliases):
             self._forget()
-            self._storage = torch.empty(self.n_bytes, dtype=torch.uint8, device=self.device).untyped_storage()
+            self._allocate()
         self._follow()
         return True
 
@@ -70,9 +108,31 @@ class DeviceArena:
         self._forget()
         self.n_bytes = 0
 
+    def _allocate(self) -> None:
+        if not self._aliases:
+            self._storage = torch.empty(self.n_bytes, dtype=torch.uint8, device=self.device).untyped_storage()
+        else:
+            module: Any = torch.get_device_module(self.device)
+            self._mapped = mapped = module.map_pages(self.n_bytes, _WINDOW_BYTES, list(self._aliases))
+            storage: Any = torch._C._construct_storage_from_data_pointer(mapped.address, self.device, mapped.n_bytes)
+            self._storage = storage
+        self._held_bytes, self._n_mapped = self.n_bytes, len(self._aliases)
+
     def _forget(self) -> None:
-        self._storage = None
         self._lasting.clear()
+        if self._storage is not None and self._mapped is not None:
+            self._left.append((self._storage, self._mapped))
+        self._storage, self._mapped = None, None
+        self._held_bytes = self._n_mapped = 0
+        self._close_left()
+
+    @classmethod
+    def _close_left(cls) -> None:
+        """Unmaps what nothing looks into any more: such memory is not its Storages' own."""
+        unused = [one for one in cls._left if torch._C._storage_Use_Count(one[0]._cdata) == 1]
+        cls._left[:] = [one for one in cls._left if one not in unused]
+        for _, mapped in unused:
+            mapped.close()
 
     def _follow(self) -> None:
         """A step on another stream than the last one waits for it: it writes where the last one wrote."""

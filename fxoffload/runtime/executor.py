@@ -101,7 +101,7 @@ def _lower(
 ) -> fx.Graph:
     lowered = fx.Graph()
     new: dict[fx.Node, fx.Node] = {}
-    offsets = places(graph) if arena is not None else {}
+    offsets = places(graph, arena) if arena is not None else {}
     for node in graph.nodes:
         if node.target in (ops.release, ops.backward):
             continue

@@ -20,16 +20,17 @@ from .fused import fused_call
 ALONE = -1
 
 
-def places(graph: fx.Graph) -> dict[fx.Node, dict[int, int]]:
+def places(graph: fx.Graph, arena: DeviceArena) -> dict[fx.Node, dict[int, int]]:
     """For each node that makes values with offsets: the offset of every result, by its index in a tuple or ALONE.
 
     Inputs of a backward may have offsets too: forward has put them there.
     """
     found: dict[fx.Node, dict[int, int]] = {}
     for node in graph.nodes:
-        offset = info(node).offset
-        if offset is not None and node.op == "call_function":
+        entry = info(node)
+        if entry.offset is not None and node.op == "call_function":
             owner = owner_of(node)
+            offset = arena.offset_of(entry.offset, entry.pages)
             found.setdefault(owner, {})[ALONE if owner is node else int(node.args[1])] = offset  # type: ignore[arg-type]
     return found
 

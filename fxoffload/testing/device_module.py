@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import torch
+
+from .mapped_pages import MappedPages
 
 
 class DeviceCounters(Protocol):
@@ -24,12 +26,28 @@ class DeviceCounters(Protocol):
 _Device = torch.device | str | int | None
 
 
+class _CountedPages(MappedPages):
+    """Pages that the device counts, and has no more of than its capacity."""
+
+    def __init__(self, n_bytes: int, window_bytes: int, aliases: Sequence[Sequence[tuple[int, int]]]) -> None:
+        self._counted: torch.Tensor | None = torch.empty(n_bytes, dtype=torch.uint8, device="fxsim")
+        super().__init__(n_bytes, window_bytes, aliases)
+
+    def close(self) -> None:
+        super().close()
+        self._counted = None
+
+
 class DeviceModule(types.ModuleType):
     """`torch.fxsim`. The device is number 0, always current; its random numbers come from the default CPU generator."""
 
     def __init__(self, counters: DeviceCounters) -> None:
         super().__init__("torch.fxsim", self.__doc__)
         self._counters = counters
+
+    def map_pages(self, n_bytes: int, window_bytes: int, aliases: Sequence[Sequence[tuple[int, int]]]) -> _CountedPages:
+        """`n_bytes` of the device's memory, and the aliases behind the window: see `runtime/device_arena.py`."""
+        return _CountedPages(n_bytes, window_bytes, aliases)
 
     # ------------------------------------------------------------------------------------------------ the device
 
