@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -195,6 +196,8 @@ def refined(problem: Problem, best: Candidate, trained: frozenset[str], budget_b
 # Weights of time against bytes in what is packed first, and shares of the memory left to copies under way.
 _POWERS = (0.0, 1.0, 0.5)
 _PACKED_SHARES = (1 / 16, 0.0, 1 / 8)
+# Parameters that are tried as residents each by itself.
+_ONE_MORE = 6
 
 
 def _packings(problem: Problem, recomputation: Recomputation, trained: frozenset[str], budget_bytes: int) -> Iterator[Candidate]:
@@ -205,9 +208,10 @@ def _packings(problem: Problem, recomputation: Recomputation, trained: frozenset
     for resident, power in itertools.product(residencies(problem, trained), _POWERS[:2]):
         found += _packed(problem, recomputation, resident, budget_bytes, first_share, power)
     if free := free_names(problem):
-        found += _jointly_packed(problem, recomputation, budget_bytes, (first_share, *shares), free)
+        found += _jointly_packed(problem, recomputation, budget_bytes, (first_share, *shares), free, recomputation.must)
     yield from found
     for best in sorted(found, key=lambda c: c.step_s)[:1]:
+        yield from _with_one_more(problem, best, budget_bytes, first_share)
         for share, power in (*itertools.product(shares, _POWERS), (first_share, _POWERS[2])):
             yield from _packed(problem, recomputation, best.resident, budget_bytes, share, power)
 
@@ -219,9 +223,18 @@ def _packed(problem: Problem, recomputation: Recomputation, resident: frozenset[
     yield from packed_as(problem, recomputation, resident, budget_bytes, kept)
 
 
+def _with_one_more(problem: Problem, best: Candidate, budget_bytes: int, share: float) -> Iterator[Candidate]:
+    """Candidates that have one of the parameters resident that the best one copies for longest, whatever else has to leave for it."""
+    recomputation, free, copied = best.recomputation, free_names(problem), Counter[str]()
+    for load in best.found.loads:
+        if load.storage.name in free - best.resident:
+            copied[load.storage.name] += load.storage.n_bytes
+    for name, _ in sorted(copied.items(), key=lambda item: (-item[1], item[0]))[:_ONE_MORE]:
+        yield from _jointly_packed(problem, recomputation, budget_bytes, (share,), free, recomputation.must | {name})
+
+
 def _jointly_packed(problem: Problem, recomputation: Recomputation, budget_bytes: int, shares: Sequence[float],
-                    free: frozenset[str]) -> Iterator[Candidate]:
-    must = recomputation.must
+                    free: frozenset[str], must: frozenset[str]) -> Iterator[Candidate]:
     room, gaps = room_of(problem, recomputation, must, budget_bytes), gaps_of(problem, recomputation, must)
     for share, power in itertools.product(shares, _POWERS):
         resident, kept = gaps.packed_jointly(int(room * (1 - share)), power, free - must)

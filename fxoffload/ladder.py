@@ -45,6 +45,8 @@ class Effort:
 # A scan takes milliseconds where all rungs are searched, steps of 1/64 to 1/32 or 1/16 to 1/8, and up to a tenth of a second on the others.
 _EFFORTS = (
     Effort(250, 6, 1 << 60, 2, 30, 0.0), Effort(600, 4, 1 << 60, 2, 30, 0.0), Effort(1500, 4, 3, 1, 0, 1e-3), Effort(1 << 60, 4, 1, 1, 0, 1e-3))
+# What a climb goes through at least, over all its tries.
+_TRIED_EVENTS = 4000
 # Candidates of a recipe on a rung, the fastest, that are completed, because what more memory gives them is not alike.
 _COMPLETED = 3
 # Above this many times what all parameters and values take nothing binds, slack included.
@@ -131,9 +133,9 @@ class Search:
             tried = list(refined(self.problem, first[0], self.trained, rung, bool(self._effort.n_tries)))
             fitting = self._fitting((*first[1:], *tried))
             if self._effort.n_tries:
-                start = min((first[0], *fitting), key=_seconds)
-                top = climbed(self.problem, start, rung, self._effort.n_tries)
-                fitting = self._fitting((top, *fitting)) if top is not start else fitting
+                starts = _apart(sorted((first[0], *fitting), key=_seconds))
+                tops = [climbed(self.problem, start, rung, self._n_tries) for start in starts]
+                fitting = self._fitting((*(top for top, start in zip(tops, starts, strict=True) if top is not start), *fitting))
             self.rungs[recipe, rung, True] = _OfRung(tried, fitting, self._settled(fitting[:_COMPLETED], rung))
         return self._tell(recipe, rung, self.rungs[recipe, rung, True])
 
@@ -222,6 +224,12 @@ class Search:
         return next(effort for effort in _EFFORTS if n_events <= effort.most_events)
 
     @functools.cached_property
+    def _n_tries(self) -> int:
+        """The tries of a climb: more of them where they take less."""
+        n_events = len(self._made(Recipe("all")).schedule.events)
+        return max(self._effort.n_tries, _TRIED_EVENTS // n_events)
+
+    @functools.cached_property
     def _ample_bytes(self) -> int:
         """A budget above which nothing binds."""
         everything = self._made(Recipe("all"))
@@ -246,6 +254,11 @@ def step_of(n_bytes: int, bits: int) -> int:
 def least_bytes(problem: Problem, candidate: Candidate, budget: int) -> int:
     """The device budget that a candidate, which is short under `budget`, fits."""
     return problem.footprint.needed_bytes(problem.footprint.live_bytes(budget) + candidate.found.shortfall_bytes)
+
+
+def _apart(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """The first of them, and the first with other residents: what is climbed from."""
+    return [*candidates[:1], *[one for one in candidates if one.resident != candidates[0].resident][:1]]
 
 
 def _seconds(candidate: Candidate) -> float:
