@@ -26,7 +26,12 @@ pytestmark = pytest.mark.integration
 SHARE = 0.4
 
 
-@pytest.mark.parametrize("name", CASES)
+def quick(name: str, is_quick: bool) -> Any:
+    """The case as a parameter, for `make soak` only unless it is quick."""
+    return name if is_quick else pytest.param(name, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("name", [quick(n, n != "lora-modules") for n in CASES])
 def test_they_train_bit_equal_inside_the_budget(name: str, simulated_device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(FAMILIES, name, CASES[name])
     found = list(rows(name, "fxsim", simulated_device))
@@ -36,7 +41,7 @@ def test_they_train_bit_equal_inside_the_budget(name: str, simulated_device: Sim
     assert not found[1].refused
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name.startswith("lora")])
+@pytest.mark.parametrize("name", [quick(n, n == "lora-mlp") for n in CASES if n.startswith("lora")])
 def test_frozen_weights_that_a_function_keeps_are_gathered_again_for_backward(name: str) -> None:
     """Under a budget that has no room to keep them; and what is made of weights alone is never saved, whatever the room."""
     case = CASES[name]()

@@ -1,6 +1,6 @@
 """Whether Inductor makes one CUDA kernel of each fused program of a model, found without a card.
 
-    python bench/kernels.py [--models llama,qwen3,...] [--out FILE]
+    python bench/fused_kernels.py [--models llama,qwen3,...] [--out FILE]
 
 Needs a torch with Triton (a CUDA build; no driver) and transformers, peft. Every model is a small one of its family, fully trained and with
 LoRA on all linears, in bf16. Its steps are fused as `executor="inductor"` fuses them, and each program goes through Inductor's lowering,
@@ -58,7 +58,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt2": {"n_embd": 256, "n_layer": 2, "n_head": 4, "n_positions": 512},
     "t5": {"d_model": 256, "d_ff": 512, "num_layers": 2, "num_heads": 4, "d_kv": 64, "decoder_start_token_id": 0},
     "mixtral": {"num_local_experts": 4},
-    "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 256, **_HEADS},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256, **_HEADS},
 }
 _CARD = types.SimpleNamespace(
     name="NVIDIA H200", major=9, minor=0, total_memory=141 << 30, multi_processor_count=132, max_threads_per_multi_processor=2048,
@@ -70,7 +70,7 @@ _CARD = types.SimpleNamespace(
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--models", default=",".join(FAMILIES))
-    parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results" / "kernels.json")
+    parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results" / "fused_kernels.json")
     arguments = parser.parse_args()
     rows = []
     for family in arguments.models.split(","):
@@ -78,7 +78,7 @@ def main() -> int:
             rows.append({"model": family, "trained": trained, **row(family, trained)})
             print(json.dumps(rows[-1]), flush=True)
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=ROOT, check=True).stdout.strip()
-    report = {"command": " ".join(["python bench/kernels.py", *sys.argv[1:]]), "commit": commit, "python": platform.python_version(),
+    report = {"command": " ".join(["python bench/fused_kernels.py", *sys.argv[1:]]), "commit": commit, "python": platform.python_version(),
               "torch": torch.__version__, "transformers": transformers.__version__, "rows": rows}
     arguments.out.write_text(json.dumps(report, indent=1) + "\n")
     return int(any(one.get("apart") for one in rows))
