@@ -19,6 +19,10 @@ def test_a_pass_writes_its_golden_text_and_changes_no_bit(stem: str, assert_gold
     assert_golden(f"{stem}.ir", stem.replace("_", "-"))
 
 
+def test_values_are_placed_in_pages_as_their_golden_text_says(assert_golden: Callable[..., None]) -> None:
+    assert_golden("assign_offsets_in_pages.ir", "assign-offsets{page_bytes=4096}")
+
+
 @pytest.mark.parametrize("stem", REWRITES)
 def test_a_golden_file_shows_the_pass_at_work_and_leaving_alone(stem: str) -> None:
     assert len(golden_cases(HERE / f"{stem}.ir")) >= 2
