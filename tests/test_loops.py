@@ -69,6 +69,12 @@ def test_a_program_whose_sizes_are_alike_stays_as_it_is() -> None:
     assert in_finest_sizes(traced.graph) is traced.graph
 
 
+def test_nothing_is_taken_apart_where_there_are_no_elements() -> None:
+    with FakeTensorMode():
+        traced = traced_program(lambda a, out: (out.copy_(a.reshape(0, 4, 6) * 2), ())[1], [torch.empty(0, 24), torch.empty(0, 4, 6)])
+    assert in_finest_sizes(traced.graph) is traced.graph
+
+
 @pytest.mark.parametrize("a, b, expected", [
     ((24,), (4, 6), (4, 6)),
     ((6, 4), (2, 12), (2, 3, 4)),

@@ -31,6 +31,8 @@ def in_finest_sizes(graph: fx.Graph) -> fx.Graph:
 
     An input that a result is copied to has the finer sizes, in its `meta["val"]`: it is to be given memory that lies as before.
     """
+    if any(_expr(n) == 0 for node in graph.nodes if isinstance(v := node.meta.get("val"), torch.Tensor) for n in v.shape):
+        return graph  # nothing is stepped through
     parts = _finest(graph)
     if all(len(p) <= 1 for dims in parts.values() for p in dims):
         return graph
