@@ -35,7 +35,7 @@ from .outputs import Writes, returns_shadows
 from .places import Places, moves_in_place
 from .router import CaptureComplete, Recapture, Router
 from .runtime.allocator import Cap, meter_for
-from .runtime.device_arena import DeviceArena, check_pages
+from .runtime.device_arena import DeviceArena, for_device
 from .runtime.executor import boxed, compile_eager, compile_placed, gradients_end
 from .runtime.host_memory import HostMemory
 from .runtime.replay import End, recordings_for
@@ -86,6 +86,7 @@ class Session:
     """
 
     def __init__(self, model: nn.Module, options: Options, machine: Machine, plan: Plan | None) -> None:
+        machine = machine if options.planning_only else for_device(machine, options.device)
         self.model, self.options, self.machine = model, options, machine
         self.graphs: dict[str, fx.Graph] = {}
         self.captured: CapturedStep | None = None
@@ -111,10 +112,7 @@ class Session:
             HostMemory() if options.planning_only else HostMemory(options.pinned, options.disk_dir, options.disk_budget_bytes))
         self.engine = engine_for(options.device, self.memory)
         self.meter = None if options.planning_only else meter_for(options.device, self.memory)
-        footprint = Footprint.planned(machine)
-        if not options.planning_only:
-            check_pages(options.device, footprint.page_bytes)
-        self.arena = DeviceArena(options.device) if footprint.by_offsets and self.meter is None else None
+        self.arena = DeviceArena(options.device) if Footprint.planned(machine).by_offsets and self.meter is None else None
         self.recordings = recordings_for(options.device, self.engine, self.arena)
         self.cap = Cap(options.device, options.device_budget_bytes)
         # Last: what can be refused is refused above, before the model is touched.

@@ -278,6 +278,17 @@ def clear_workspaces() -> None:
     torch._C._cuda_clearCublasWorkspaces()  # type: ignore[attr-defined]
 
 
+def has_pool_allocators() -> bool:
+    """Whether torch's caching allocator takes memory for a pool from functions of ours."""
+    return hasattr(torch._C, "_cuda_customAllocator")
+
+
+def pool_allocator(allocate: int, free: int) -> Any:
+    """What a memory pool's segments come from: the addresses of C functions (bytes, device index, stream) -> address, and (address, bytes,
+    device index, stream)."""
+    return torch._C._cuda_customAllocator(allocate, free)  # type: ignore[attr-defined]
+
+
 def unowned(tensor: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
     """The same bytes, whose memory the result does not keep: it must not outlive their owner. As a tensor of `device`, which can reach them
     there: page-locked host memory has one address for the host and for CUDA devices."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import lzma
+import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,7 +24,8 @@ from fxoffload.graph import info
 from fxoffload.machine import load_machine
 from fxoffload.offsets import Lifetime, live_bytes
 from fxoffload.pages import place
-from fxoffload.runtime.device_arena import DeviceArena
+from fxoffload.runtime.cuda_pages import CudaPages, page_bytes_of
+from fxoffload.runtime.device_arena import DeviceArena, for_device
 from fxoffload.testing.mapped_pages import MappedPages
 from fxoffload.testing.simulated_device import SimulatedDevice
 from fxoffload.verify import verify
@@ -137,16 +140,77 @@ def test_what_the_last_step_left_stays_mapped_until_nothing_looks_into_it(simula
 
 
 @pytest.mark.integration
-@pytest.mark.usefixtures("by_pages")
-def test_a_device_that_cannot_map_pages_twice_refuses_the_plan(simulated_device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = llama()
+def test_where_a_device_cannot_map_pages_twice_a_line_says_so_and_values_lie_in_one_piece(
+    simulated_device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    device, machine = torch.device("fxsim"), replace(load_machine("h200"), page_bytes=PAGE_BYTES)
+    assert for_device(machine, device) is machine and not caplog.records
     monkeypatch.delattr(type(torch.get_device_module("fxsim")), "map_pages")
-    with pytest.raises(PlanError, match="fxsim.* cannot map pages of 4096 bytes at several addresses; use a machine without page_bytes"):
-        fxoffload.compile(made.model, made.batch, device="fxsim", device_budget="500KiB")
+    assert for_device(machine, device) == replace(machine, page_bytes=None)
+    assert "fxsim cannot map pages of 4096 bytes at several addresses: each value is planned to lie in one piece" in caplog.text
+    made = llama()
+    model = fxoffload.compile(made.model, made.batch, device="fxsim", device_budget="200MiB", machine=machine)
+    model(**made.batch).loss.backward()
+    arena = model.fxoffload.arena
+    assert arena.n_bytes > 0 and arena._mapped is None and not arena._aliases
+
+
+@pytest.mark.gpu
+def test_pages_of_a_card_are_counted_limited_and_given_back() -> None:
+    device, page = torch.device("cuda", torch.cuda.current_device()), 2 << 20
+    assert page_bytes_of(device) == page
+    torch.cuda.empty_cache()
+    before, total = torch.cuda.memory_reserved(), torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.set_per_process_memory_fraction((before + (256 << 20)) / total)
+    try:
+        pages = CudaPages(device, 100 * page, 1 << 30, [[(3 * page, 2 * page), (0, page)], [(99 * page, page)]])
+        assert torch.cuda.memory_reserved() - before == 100 * page
+        storage = torch._C._construct_storage_from_data_pointer(pages.address, device, pages.n_bytes)
+
+        def words(offset: int, n_pages: int) -> torch.Tensor:
+            return torch.empty(0, dtype=torch.int32, device=device).set_(storage, offset // 4, (n_pages, page // 4), (page // 4, 1))
+
+        whole = words(0, 100)
+        whole.copy_(torch.arange(100, dtype=torch.int32, device=device)[:, None].expand_as(whole))
+        assert words(1 << 30, 4).amax(1).tolist() == words(1 << 30, 4).amin(1).tolist() == [3, 4, 0, 99]
+        words(1 << 30, 4).mul_(2)
+        assert whole[:, 7].tolist() == [0, 1, 2, 6, 8, *range(5, 99), 198]
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(100 << 20, dtype=torch.uint8, device=device)
+        with pytest.raises(torch.OutOfMemoryError):
+            CudaPages(device, 50 * page, 1 << 30, [])
+        del whole, storage
+        pages.close()
+        assert torch.cuda.memory_reserved() == before
+        with pytest.raises(PlanError, match="cuMemMap: the driver's status is"):
+            CudaPages(device, 20 * page, (1 << 30) + 512, [[(0, page)]])
+        assert torch.cuda.memory_reserved() == before
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+@pytest.mark.gpu
+def test_pages_are_taken_while_other_threads_use_the_allocator() -> None:
+    device, done = torch.device("cuda", torch.cuda.current_device()), threading.Event()
+
+    def others() -> None:
+        while not done.is_set():
+            del [torch.empty(4 << 20, device=device) for _ in range(8)][:]
+
+    threads = [threading.Thread(target=others) for _ in range(4)]
+    for one in threads:
+        one.start()
+    try:
+        for _ in range(20):
+            CudaPages(device, 64 << 20, 1 << 30, [[(0, 4 << 20)]]).close()
+    finally:
+        done.set()
+        for one in threads:
+            one.join()
 
 
 def test_a_machine_file_may_say_how_large_pages_are() -> None:
-    assert load_machine("h200").page_bytes is None  # as long as nobody has measured steps in pages there
+    assert load_machine("h200").page_bytes == 2 << 20 and load_machine("cpu").page_bytes is None
     assert Footprint(by_offsets=True, page_bytes=PAGE_BYTES).needed_bytes(1280) == 1290
     for budget in (0, 1, 1290, 10**9 + 7):
         footprint = Footprint(by_offsets=True, page_bytes=PAGE_BYTES)

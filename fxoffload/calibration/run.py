@@ -16,6 +16,7 @@ import torch
 from ..effects import Channel
 from ..machine import SCHEMA
 from ..rates import MEMORY_KINDS
+from ..runtime.cuda_pages import page_bytes_of
 from . import compute, copies, host
 from .bench import DTYPES, Bench
 from .fit import Json
@@ -132,6 +133,7 @@ def _blank(device: torch.device, name: str | None, date: str | None) -> Json:
         "overlaps": is_cuda, "allocation_bytes": 512 if is_cuda else 1,  # the caching allocator's rounding (CUDACachingAllocator)
         "multiprocessors": torch.cuda.get_device_properties(device).multi_processor_count if is_cuda else None,
         "compute_capability": ".".join(map(str, torch.cuda.get_device_capability(device))) if is_cuda else None,
+        "page_bytes": page_bytes_of(device) if is_cuda else None,
         "matrix": dict.fromkeys(DTYPES), "attention": None, "memory": dict.fromkeys(MEMORY_KINDS), "transfers": dict.fromkeys(transfers),
         "dispatch_s": None, "contention": dict.fromkeys(("matrix", "memory")),
         "optimizer_params_per_s": {"device": dict.fromkeys(rates), "host": dict.fromkeys(rates)},

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
-from typing import Any, ClassVar, Protocol
+from dataclasses import replace
+from typing import Any, ClassVar, Protocol, cast
 
 import torch
 
-from ..errors import PlanError
+from ..machine import Machine
 from ..pages import Place
+from .cuda_pages import CudaPages, page_bytes_of
+
+log = logging.getLogger("fxoffload")
 
 # Behind so many bytes from an arena's first address its pages have their other addresses.
 _WINDOW_BYTES = 1 << 40
 
 
 class Mapped(Protocol):
-    """What a device's `map_pages(n_bytes, window_bytes, aliases)` gives: memory that is counted and limited like any other of the device, at
-    `address`, and from `window_bytes` behind it each alias, the pieces that it says side by side; `n_bytes` addresses in all."""
+    """Memory with several addresses, counted and limited like any other of the device: at `address`, and from `window_bytes` behind it each
+    alias, the pieces that it says side by side; `n_bytes` addresses in all."""
 
     address: int
     n_bytes: int
@@ -24,10 +29,24 @@ class Mapped(Protocol):
     def close(self) -> None: ...
 
 
-def check_pages(device: torch.device, page_bytes: int) -> None:
-    """Raises PlanError where values are to lie in pages and the device cannot map a page at several addresses."""
-    if page_bytes and not hasattr(torch.get_device_module(device), "map_pages"):
-        raise PlanError(f"{device} cannot map pages of {page_bytes} bytes at several addresses; use a machine without page_bytes")
+def for_device(machine: Machine, device: torch.device) -> Machine:
+    """The machine; without `page_bytes`, and with a line in the log, where the device that is there cannot map such pages."""
+    wanted = machine.page_bytes
+    if wanted is None or hasattr(torch.get_device_module(device), "map_pages"):
+        return machine
+    smallest = page_bytes_of(device)
+    if smallest is not None and wanted % smallest == 0:
+        return machine
+    if device.type != "cpu":  # whose memory has no arena
+        log.warning("%s cannot map pages of %d bytes at several addresses: each value is planned to lie in one piece", device, wanted)
+    return replace(machine, page_bytes=None)
+
+
+def _map_pages(device: torch.device, n_bytes: int, aliases: Sequence[Place]) -> Mapped:
+    module: Any = torch.get_device_module(device)
+    if hasattr(module, "map_pages"):
+        return cast(Mapped, module.map_pages(n_bytes, _WINDOW_BYTES, aliases))
+    return CudaPages(device, n_bytes, _WINDOW_BYTES, aliases)
 
 
 class DeviceArena:
@@ -112,8 +131,7 @@ class DeviceArena:
         if not self._aliases:
             self._storage = torch.empty(self.n_bytes, dtype=torch.uint8, device=self.device).untyped_storage()
         else:
-            module: Any = torch.get_device_module(self.device)
-            self._mapped = mapped = module.map_pages(self.n_bytes, _WINDOW_BYTES, list(self._aliases))
+            self._mapped = mapped = _map_pages(self.device, self.n_bytes, list(self._aliases))
             storage: Any = torch._C._construct_storage_from_data_pointer(mapped.address, self.device, mapped.n_bytes)
             self._storage = storage
         self._held_bytes, self._n_mapped = self.n_bytes, len(self._aliases)
