@@ -36,7 +36,7 @@ mutants: setup
 	$(PY) tests/mutants.py
 
 soak: setup
-	$(PY) -m pytest -m "slow" tests
+	$(PY) -m pytest --full-search -m "slow" tests
 
 clean:
 	rm -rf $(VENV) .venv-torch211 out build

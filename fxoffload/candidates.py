@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from .blocks import block_position
@@ -196,49 +196,59 @@ def refined(problem: Problem, best: Candidate, trained: frozenset[str], budget_b
 # Weights of time against bytes in what is packed first, and shares of the memory left to copies under way.
 _POWERS = (0.0, 1.0, 0.5)
 _PACKED_SHARES = (1 / 16, 0.0, 1 / 8)
-# Parameters that are tried as residents each by itself.
+# What resides, and the gaps that values stay in.
+_Packing = tuple[frozenset[str], frozenset[Gap]]
+# Parameters that are tried as residents each by itself, and the weights that the rest is packed with then.
 _ONE_MORE = 6
+_ONE_MORE_POWERS = _POWERS[1:2]
 
 
 def _packings(problem: Problem, recomputation: Recomputation, trained: frozenset[str], budget_bytes: int) -> Iterator[Candidate]:
     """Candidates whose values stay by their worth alone, not by when they are next used: with every resident set, then the best one
-    with other slack."""
+    with other slack. What two ways give alike is one candidate."""
+    seen: set[_Packing] = set()
     found: list[Candidate] = []
+
+    def add(packings: Iterable[_Packing]) -> None:
+        for one in packings:
+            if one not in seen:
+                seen.add(one)
+                found.extend(packed_as(problem, recomputation, one[0], budget_bytes, one[1]))
+
     first_share, *shares = _PACKED_SHARES if problem.machine.overlaps else (0.0,)
     for resident, power in itertools.product(residencies(problem, trained), _POWERS[:2]):
-        found += _packed(problem, recomputation, resident, budget_bytes, first_share, power)
+        add([_packed(problem, recomputation, resident, budget_bytes, first_share, power)])
     if free := free_names(problem):
-        found += _jointly_packed(problem, recomputation, budget_bytes, (first_share, *shares), free, recomputation.must)
-    yield from found
-    for best in sorted(found, key=lambda c: c.step_s)[:1]:
-        yield from _with_one_more(problem, best, budget_bytes, first_share)
+        add(_jointly_packed(problem, recomputation, budget_bytes, (first_share, *shares), free, recomputation.must))
+    if found:
+        best = min(found, key=lambda c: c.step_s)
+        add(_with_one_more(problem, best, budget_bytes, first_share))
         for share, power in (*itertools.product(shares, _POWERS), (first_share, _POWERS[2])):
-            yield from _packed(problem, recomputation, best.resident, budget_bytes, share, power)
+            add([_packed(problem, recomputation, best.resident, budget_bytes, share, power)])
+    yield from found
 
 
-def _packed(problem: Problem, recomputation: Recomputation, resident: frozenset[str], budget_bytes: int, share: float,
-            power: float) -> Iterator[Candidate]:
+def _packed(problem: Problem, recomputation: Recomputation, resident: frozenset[str], budget_bytes: int, share: float, power: float) -> _Packing:
     room = room_of(problem, recomputation, resident, budget_bytes)
-    kept = gaps_of(problem, recomputation, resident).packed(int(room * (1 - share)), power)
-    yield from packed_as(problem, recomputation, resident, budget_bytes, kept)
+    return resident, gaps_of(problem, recomputation, resident).packed(int(room * (1 - share)), power)
 
 
-def _with_one_more(problem: Problem, best: Candidate, budget_bytes: int, share: float) -> Iterator[Candidate]:
-    """Candidates that have one of the parameters resident that the best one copies for longest, whatever else has to leave for it."""
+def _with_one_more(problem: Problem, best: Candidate, budget_bytes: int, share: float) -> Iterator[_Packing]:
+    """With one of the parameters resident that the best candidate copies for longest, whatever else has to leave for it."""
     recomputation, free, copied = best.recomputation, free_names(problem), Counter[str]()
     for load in best.found.loads:
         if load.storage.name in free - best.resident:
             copied[load.storage.name] += load.storage.n_bytes
     for name, _ in sorted(copied.items(), key=lambda item: (-item[1], item[0]))[:_ONE_MORE]:
-        yield from _jointly_packed(problem, recomputation, budget_bytes, (share,), free, recomputation.must | {name})
+        yield from _jointly_packed(problem, recomputation, budget_bytes, (share,), free, recomputation.must | {name}, _ONE_MORE_POWERS)
 
 
 def _jointly_packed(problem: Problem, recomputation: Recomputation, budget_bytes: int, shares: Sequence[float],
-                    free: frozenset[str], must: frozenset[str]) -> Iterator[Candidate]:
+                    free: frozenset[str], must: frozenset[str], powers: Sequence[float] = _POWERS) -> Iterator[_Packing]:
     room, gaps = room_of(problem, recomputation, must, budget_bytes), gaps_of(problem, recomputation, must)
-    for share, power in itertools.product(shares, _POWERS):
+    for share, power in itertools.product(shares, powers):
         resident, kept = gaps.packed_jointly(int(room * (1 - share)), power, free - must)
-        yield from packed_as(problem, recomputation, must | resident, budget_bytes, kept)
+        yield must | resident, kept
 
 
 def packed_as(problem: Problem, recomputation: Recomputation, resident: frozenset[str], budget_bytes: int,

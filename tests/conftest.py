@@ -5,9 +5,12 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
+
+from fxoffload import ladder
 
 # pytest gives its handlers to every logger that does not propagate; with one on this logger, torch writes out each graph it captures.
 # After the import of torch, which sets its loggers up.
@@ -25,3 +28,17 @@ def forgetting(request: pytest.FixtureRequest) -> Iterator[None]:
         if hasattr(value, "cache_clear") and value.__module__ == request.module.__name__:
             value.cache_clear()
     torch._dynamo.reset()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--full-search", action="store_true", help="all plans are searched for as users' are")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def search(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Plans of small models are searched for on fewer rungs, and not packed: tests of what is done with a plan need none that is near the
+    best. Modules marked `full_search` have the search that users have."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not (request.config.getoption("--full-search") or request.node.get_closest_marker("full_search")):
+            patch.setattr(ladder, "_EFFORTS", tuple(replace(one, bits=4, n_refined=1, n_tries=0) for one in ladder._EFFORTS))
+        yield

@@ -11,7 +11,7 @@ from fxoffload.testing.simulated_device import SimulatedDevice
 # What CI runs of each device, without a limit and at the tightest budget: one family of every mechanism that no other test shows (test_soak
 # has GPT-2, BERT, experts and convolutions on the simulated device). The rest is marked slow; `make soak` runs all.
 _QUICK = {
-    "cpu": ("t5", "lora_bf16"),
+    "cpu": ("t5",),
     "fxsim": ("qlora", "autocast"),
 }
 

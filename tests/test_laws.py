@@ -29,6 +29,8 @@ from fxoffload.planner import Problem, Searches, Solution, solve
 from fxoffload.plans import SwapOut
 from fxoffload.session import Options, Session
 
+pytestmark = pytest.mark.full_search
+
 SEED = int(os.environ.get("FXOFFLOAD_LAWS_SEED", "3"))
 # Family, whether copies overlap with compute, and how many times slower the link is than the machine file says.
 KINDS = {"llama": ("llama", True, 10.0), "serial llama": ("llama", False, 1.0), "gpt2": ("gpt2", True, 3.0), "lora": ("lora", True, 3.0)}

@@ -20,6 +20,8 @@ from fxoffload.pins import Pin, pin
 from fxoffload.plans import Gather, Plan, Recompute, SwapOut
 from fxoffload.testing.simulated_device import SimulatedDevice
 
+pytestmark = pytest.mark.full_search
+
 X = torch.randn(256, 64, generator=torch.Generator().manual_seed(0))
 TIGHT = "480KiB"  # one of the four layers' activations leaves, weights stream
 

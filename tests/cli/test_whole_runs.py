@@ -53,11 +53,8 @@ def needed_bytes(assets: Path, name: str) -> int:
     return free.predicted.device_peak_bytes
 
 
-# The killed run is of the adapters alone, and shows the same bits; QLoRA under budgets is in test_families.py.
-SLOW = ("lora, packed text", "qlora, packed text")
-
-
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in RUNS])
+@pytest.mark.slow  # The killed run below shows the same bits, of adapters alone; the others' budgets are kept in test_families.py.
+@pytest.mark.parametrize("name", RUNS)
 def test_training_under_half_the_needed_memory_gives_plain_pytorchs_losses(
         settings: Settings, configure: Configure, assets: Path, tmp_path: Path, name: str) -> None:
     changes = changes_of(name, assets)
