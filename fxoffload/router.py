@@ -5,6 +5,7 @@ Nothing leaves the compiled route silently: what Dynamo cannot capture, what no 
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import logging
 from collections.abc import Callable, Mapping
@@ -175,25 +176,39 @@ class Router:
         raise AssertionError("unreachable")
 
     def _run_once(self, call: Call) -> tuple[Any, LazyCall | None]:
-        generation = self._generation(call)
-        is_new = generation not in self.generations
-        self.maxima, self.scope = generation.maxima, {"module": self.session.model, "args": call.args, "kwargs": call.kwargs}
-        walk = self.walks.now()
-        lazy = LazyCall.of(self, call, walk) if torch.is_grad_enabled() and self.shadows else None
-        try:
-            with self.session.home.entered(), capture_config(), call.look.entered():
-                out = generation.step(self.session.model, call.args, call.kwargs, self._variant(walk))
-        except CAPTURE_FAILURES as error:
-            raise self._failure(error) from None
-        except CaptureComplete:
+        lazily = torch.is_grad_enabled() and self.shadows
+        # Before what is issued early moves the device's generator on.
+        drawn = LazyCall.drawn(self.session.options.device) if lazily else {}
+        with self._early(call):
+            generation = self._generation(call)
+            is_new = generation not in self.generations
+            self.maxima, self.scope = generation.maxima, {"module": self.session.model, "args": call.args, "kwargs": call.kwargs}
+            walk = self.walks.now()
+            lazy = LazyCall(self, call, drawn, walk) if lazily else None
+            try:
+                with self.session.home.entered(), capture_config(), call.look.entered():
+                    out = generation.step(self.session.model, call.args, call.kwargs, self._variant(walk))
+            except CAPTURE_FAILURES as error:
+                raise self._failure(error) from None
+            except CaptureComplete:
+                if is_new:
+                    self.generations.append(generation)
+                raise
+            finally:
+                self.scope = {}
             if is_new:
                 self.generations.append(generation)
-            raise
-        finally:
-            self.scope = {}
-        if is_new:
-            self.generations.append(generation)
-        return out, lazy
+            return out, lazy
+
+    def _early(self, call: Call) -> contextlib.AbstractContextManager[None]:
+        """Inside, what was replayed in the last call in this mode runs already, if it can."""
+        recordings = self.session.recordings
+        if recordings is None or self.dry.on:
+            return contextlib.nullcontext()
+        mode = (
+            torch.is_grad_enabled(), torch.is_inference_mode_enabled(), self.session.model.training,
+            AutocastState.of(self.session.options.device.type))
+        return recordings.early.during(mode, dict(call.batch))
 
     def _variant(self, walk: Walk) -> str:
         """A word for what is trained in which dtype, and for the switches of attention's kernels; each is a capture of its own (a number
@@ -224,7 +239,7 @@ class Router:
 
 
 class LazyCall:
-    """A training call's other outputs: the same forward again, without gradients, on first use.
+    """A training call's other outputs: the same forward again, without gradients, on first use. `rng`: each generator before the call.
 
     Raises RuntimeError when a parameter changed since the call: the outputs of then cannot be computed any more.
     """
@@ -236,10 +251,9 @@ class LazyCall:
         self.autocast = AutocastState.of(router.session.options.device.type)
 
     @staticmethod
-    def of(router: Router, call: Call, walk: Walk) -> LazyCall:
-        """The call as it is about to run."""
-        devices = {torch.device("cpu"), router.session.options.device}
-        return LazyCall(router, call, {d: ops.get_rng_state(d) for d in sorted(devices, key=str)}, walk)
+    def drawn(device: torch.device) -> dict[torch.device, torch.Tensor]:
+        """Where the generators stand that a forward on `device` draws from."""
+        return {d: ops.get_rng_state(d) for d in sorted({torch.device("cpu"), device}, key=str)}
 
     def __call__(self) -> Mapping[str, Any]:
         session = self.router.session

@@ -222,8 +222,7 @@ class Session:
     def _compiled(self, graph: fx.Graph, end: End | None, continues: bool = False) -> Callable[..., Any]:
         if self.arena is not None:
             whole = output_of(graph).meta.get(_WHOLE, output_of(graph))
-            recordings = self.recordings if whole.meta[_REPLAYS] else None
-            return compile_placed(graph, self.engine, end, self.arena, continues, recordings)
+            return compile_placed(graph, self.engine, end, self.arena, continues, self.recordings, whole.meta[_REPLAYS])
         if self.meter is None:
             return compile_eager(graph, self.engine, end)
         return self.meter.watched(compile_eager(graph, self.engine, end, self.meter.observe), graph)

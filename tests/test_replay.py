@@ -34,6 +34,7 @@ from fxoffload.plans import Plan
 from fxoffload.replays import obstacle
 from fxoffload.runtime import replay
 from fxoffload.runtime.device_arena import DeviceArena
+from fxoffload.runtime.early import EarlyStarts
 from fxoffload.runtime.host_memory import HostMemory
 from fxoffload.runtime.replay import Recordings
 from fxoffload.runtime.transfers import Recorded, StreamEngine
@@ -130,6 +131,7 @@ class Again(Recordings):
 
     def __init__(self, device: torch.device, engine: Any, arena: DeviceArena) -> None:
         self.device, self.engine, self.arena, self._replays = device, Engine(engine), arena, replay.weakref.WeakSet()
+        self.early = EarlyStarts(device)
         self.n = [0, 0]
 
     def record(self, call: replay.Boxed, given: Sequence[object], recorded: Recorded) -> tuple[Sequence[object], Callable[[], None]]:
@@ -213,6 +215,7 @@ def test_replayed_steps_have_the_bits_of_plain_ones_and_copy_as_much(
         assert torch.equal(ours, theirs)
     (recordings,) = replaying
     assert recordings.n[0] == 2 and recordings.n[1] >= 8, "forward and backward were recorded, and replayed"
+    assert recordings.early.n_used == 5 and recordings.early.n_in_vain == 0
     moved = dict(model.fxoffload.transferred)
     trained(model, batches[:1])
     assert moved == {channel: n * len(batches) // (len(batches) + 1) for channel, n in model.fxoffload.transferred.items()}
@@ -235,6 +238,55 @@ def test_another_shape_is_called_until_it_comes_again_and_a_moved_weight_is_seen
         assert torch.equal(ours, theirs)
     model.fxoffload.close()
 
+
+def another_weight(model: nn.Module) -> None:
+    layer = model.get_submodule("base_model.model.model.layers.0.self_attn.o_proj")
+    layer.weight = nn.Parameter(layer.weight.detach().clone() * 2, requires_grad=False)
+
+def other_scaling(model: nn.Module) -> None:
+    layer = next(m for m in model.modules() if hasattr(m, "scaling") and isinstance(m.scaling, dict))
+    layer.scaling["default"] = 2.5 if layer.scaling["default"] == 2.0 else 2.0
+
+def test_a_forward_that_was_issued_before_its_call_was_checked_counts_only_if_nothing_has_changed(
+        simulated_device: SimulatedDevice, replaying: list[Again]) -> None:
+    case = zoo.lora(dropout=0.1, num_hidden_layers=1)
+    plain = copy.deepcopy(case.model).to("fxsim")
+    model = fxoffload.compile(case.model, tokens(), device="fxsim", device_budget="16MiB")
+    early, expected = replaying[0].early, {"used": 0, "in vain": 0}
+
+    def step(used: int, in_vain: int, change: Callable[[nn.Module], object] = lambda _: None) -> None:
+        losses = []
+        for one in (plain, model):
+            change(one)
+            torch.manual_seed(expected["used"])
+            loss = one(**{name: value.to("fxsim") for name, value in tokens().items()}).loss
+            loss.backward()
+            losses += [loss.detach(), torch.rand(4, device="fxsim")]
+        assert all(map(torch.equal, losses[:2], losses[2:]))
+        expected["used"] += used
+        expected["in vain"] += in_vain
+        assert (early.n_used, early.n_in_vain) == (expected["used"], expected["in vain"])
+
+    for _ in range(3):
+        step(0, 0)
+    step(1, 0)
+    step(0, 1, another_weight)
+    for _ in range(2):
+        step(0, 0)
+    step(1, 0)
+    step(2, 0, lambda one: one(**{name: value.to("fxsim") for name, value in tokens().items()}).logits.sum().item())
+    step(0, 1, other_scaling)
+    for _ in range(2):
+        step(0, 0)
+    step(1, 0)
+    for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+        assert p.grad is None if q.grad is None else p.grad is not None and torch.equal(p.grad.cpu(), q.grad.cpu())
+
+    for _ in range(12):
+        other_scaling(model)
+        model(**tokens()).loss.backward()
+    assert early.n_in_vain <= 6, "who is wrong three times is believed no more"
+    model.fxoffload.close()
 
 def test_what_cannot_be_recorded_is_called_and_said(
         simulated_device: SimulatedDevice, replaying: list[Again], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -62,18 +62,18 @@ def gradients_end(graph: fx.Graph, engine: SynchronousEngine | StreamEngine) -> 
 
 def compile_placed(
     graph: fx.Graph, engine: SynchronousEngine | StreamEngine, end: End | None, arena: DeviceArena, continues: bool,
-    recordings: Recordings | None = None,
+    recordings: Recordings | None = None, replays: bool = False,
 ) -> Boxed:
     """A function like `compile_eager`'s whose values lie in the arena, as long as the step has it for itself.
 
     A step that begins while another has not ended, and a backward that may be run again, get their memory from the allocator: what lies
-    in the arena stays. `continues`: the graph is a backward, which has the arena if its forward had. `recordings`: where the step is to be
-    replayed from.
+    in the arena stays. `continues`: the graph is a backward, which has the arena if its forward had. `replays`: the step is to be replayed
+    from a recording, one of `recordings`.
     """
-    if recordings is None:
+    if recordings is None or not replays:
         placed: Callable[[list[object]], Sequence[object]] = compile_eager(graph, engine, end, arena=arena)
     else:
-        placed = Replay(graph, compile_eager(graph, engine, None, arena=arena), arena, recordings, end)
+        placed = Replay(graph, compile_eager(graph, engine, None, arena=arena), arena, recordings, end, begins=not continues)
 
     @functools.cache
     def apart() -> Boxed:
@@ -85,6 +85,8 @@ def compile_placed(
             has_arena = not keeps_graph() and (arena.holds(arguments) or arena.take())
         else:
             has_arena = arena.take()
+            if recordings is not None and not (replays and has_arena):
+                recordings.early.drop()
         return (placed if has_arena else apart())(arguments)
 
     return boxed(run)

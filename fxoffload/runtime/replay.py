@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +24,7 @@ from ..layout import extent_bytes
 from ..replays import comes_anew, host_draw
 from ..torch_compat import clear_workspaces, end_failed_capture, ends_empty
 from .device_arena import DeviceArena
+from .early import Batch, EarlyStarts, writes_inputs
 from .transfers import Recorded, StreamEngine, SynchronousEngine
 
 log = logging.getLogger("fxoffload")
@@ -42,10 +43,10 @@ WARM_CALLS = 2
 
 class Recordings:
     """What the recordings of one Session share: the engine of their copies, the stream they are made on, and the memory of what lies in
-    no arena."""
+    no arena. `early`: those that are issued before their call is checked."""
 
     def __init__(self, device: torch.device, engine: StreamEngine) -> None:
-        self.device, self.engine = device, engine
+        self.device, self.engine, self.early = device, engine, EarlyStarts(device)
         self._stream = torch.cuda.Stream(device, priority=_URGENT)
         self._pool = torch.cuda.graph_pool_handle()
         self._replays: weakref.WeakSet[Replay] = weakref.WeakSet()
@@ -81,6 +82,7 @@ class Recordings:
 
     def release(self) -> None:
         """Forgets every recording."""
+        self.early.forget()
         for replay in list(self._replays):
             replay.forget()
 
@@ -166,19 +168,34 @@ class _Recording:
         return all(_n_uses(storage) <= n for storage, n in self.lent)
 
 
+@dataclass(frozen=True, slots=True)
+class _Last:
+    """The arguments of a replay; in place of those `of_batch`, positions with their names, nothing. `names`: of all that the batch had."""
+
+    arguments: list[object]
+    of_batch: list[tuple[int, str]]
+    names: set[str]
+
+
 class Replay:
     """A boxed function that calls `call` until it was called with the like of its arguments twice in a row, and then replays a recording.
 
-    `call`: the function of `graph`, which waits for none of its copies; `end`: called when it returns, to wait for those that it must.
+    `call`: the function of `graph`, which waits for none of its copies; `end`: called when it returns, to wait for those that it must;
+    `begins`: it is a step's first graph, and may be issued before its call is checked.
     """
 
-    def __init__(self, graph: fx.Graph, call: Boxed, arena: DeviceArena, recordings: Recordings, end: End | None) -> None:
+    def __init__(
+        self, graph: fx.Graph, call: Boxed, arena: DeviceArena, recordings: Recordings, end: End | None, begins: bool,
+    ) -> None:
         self._call, self._arena, self._recordings, self._engine = call, arena, recordings, recordings.engine
         self._end = end if end is not None else _nothing
         self._anew = [comes_anew(info(node).role) for node in graph.find_nodes(op="placeholder")]
         self._alike: tuple[object, ...] | None = None
         self._n_alike = 0
         self._recording: _Recording | None = None
+        self._may_start = begins and not writes_inputs(graph)
+        self._names = [info(node).name.removeprefix("batch.") for node in graph.find_nodes(op="placeholder")]
+        self._last: _Last | None = None
         drawn = host_draw(graph)
         self._failed = drawn is not None
         if drawn is not None:
@@ -187,14 +204,32 @@ class Replay:
 
     def forget(self) -> None:
         """Gives the recording's memory back; it may be made again."""
-        self._recording, self._alike = None, None
+        self._recording, self._alike, self._last = None, None, None
+
+    def start(self, batch: Batch) -> Hashable:
+        """See `early.Starting`. The arguments are those of the last replay, and tensors of the batch where those were."""
+        recording, last = self._recording, self._last
+        if recording is None or last is None or last.names != set(batch) or not self._arena.take() or not recording.is_free():
+            return None
+        arguments = list(last.arguments)
+        for i, name in last.of_batch:
+            arguments[i] = batch[name]
+        anew, place = self._come_anew(arguments)
+        look = self._look(arguments, anew, place)
+        if look != self._alike:
+            return None
+        self._issue(recording, arguments)
+        return look, _read(anew, arguments)
 
     def __call__(self, arguments: list[object]) -> Results:
         if self._failed:
+            self._recordings.early.drop()
             return self._called(arguments)
-        place = self._arena.extent()
-        anew = [i for i, (may, value) in enumerate(zip(self._anew, arguments, strict=True)) if may and _is_elsewhere(value, place)]
+        anew, place = self._come_anew(arguments)
         alike = self._look(arguments, anew, place)
+        early = self._recordings.early
+        if early.waits and early.claim(self, (alike, _read(anew, arguments))) and self._recording is not None:
+            return self._results(self._recording, arguments)
         if alike != self._alike:
             self.forget()
             self._alike, self._n_alike = alike, 0
@@ -204,7 +239,26 @@ class Replay:
                 self._recording = self._recorded(arguments, anew, place)
         if self._recording is None or not self._recording.is_free():
             return self._called(arguments)
-        return self._replayed(self._recording, arguments)
+        self._issue(self._recording, arguments)
+        self._note(anew, arguments)
+        return self._results(self._recording, arguments)
+
+    def _come_anew(self, arguments: Given) -> tuple[list[int], tuple[int, int]]:
+        """Positions of arguments that lie elsewhere in every step, and where the arena is."""
+        place = self._arena.extent()
+        return [i for i, (may, value) in enumerate(zip(self._anew, arguments, strict=True)) if may and _is_elsewhere(value, place)], place
+
+    def _note(self, anew: Sequence[int], arguments: Given) -> None:
+        """Remembers what `start` needs, if all that comes anew is the batch's."""
+        batch = self._recordings.early.batch_of(self) if self._may_start else None
+        of_batch = [(i, self._names[i]) for i in anew]
+        if batch is None or any(name not in batch for _, name in of_batch):
+            self._last = None
+            return
+        kept = list(arguments)
+        for i in anew:
+            kept[i] = None
+        self._last = _Last(kept, of_batch, set(batch))
 
     def _called(self, arguments: list[object]) -> Results:
         results = self._call(arguments)
@@ -267,16 +321,19 @@ class Replay:
         recording.copied.append(_flat(result))
         return lambda _: _over(recording.fresh[position], shape, stride)
 
-    def _replayed(self, recording: _Recording, arguments: list[object]) -> Results:
-        given = list(arguments)
-        arguments.clear()
+    def _issue(self, recording: _Recording, arguments: Given) -> None:
         with torch.no_grad():
             if recording.inputs:
-                torch._foreach_copy_([there for _, there in recording.inputs], [_flat(given[i]) for i, _ in recording.inputs])
+                torch._foreach_copy_([there for _, there in recording.inputs], [_flat(arguments[i]) for i, _ in recording.inputs])
             recording.replay()
             recording.fresh = [torch.empty_like(one) for one in recording.copied]  # of the same strides: all are dense
             if recording.fresh:
                 torch._foreach_copy_(recording.fresh, recording.copied)
+
+    def _results(self, recording: _Recording, arguments: list[object]) -> Results:
+        given = list(arguments)
+        arguments.clear()
+        with torch.no_grad():
             results = [output(given) for output in recording.outputs]
         recording.fresh = []
         self._engine.replayed(recording.recorded)
@@ -291,6 +348,15 @@ def _nothing() -> None:
 def _is_elsewhere(value: object, place: tuple[int, int]) -> bool:
     """True for a tensor of the device that is not in the arena."""
     return isinstance(value, torch.Tensor) and value.device.type != "cpu" and not place[0] <= value.data_ptr() < place[1]
+
+
+def _read(anew: Sequence[int], arguments: Given) -> Hashable:
+    """Where each argument that comes anew lies, and how often each argument was written."""
+    return tuple(arguments[i].data_ptr() for i in anew), tuple(map(_version, arguments))  # type: ignore[attr-defined]
+
+
+def _version(value: Any) -> int:
+    return value._version if isinstance(value, torch.Tensor) and not value.is_inference() else 0
 
 
 def _n_uses(storage: torch.UntypedStorage) -> int:
