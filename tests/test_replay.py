@@ -451,12 +451,16 @@ def test_replayed_steps_on_a_card_have_the_bits_of_called_ones(
         for warm in (1 << 30, 2):
             monkeypatch.setattr(replay, "WARM_CALLS", warm)
             replays: list[int] = []
+            right: list[bool] = []
+            claim = EarlyStarts.claim
+            monkeypatch.setattr(EarlyStarts, "claim", lambda *given: (right.append(claim(*given)), right[-1])[1])
             real = torch.cuda.CUDAGraph.replay
             monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", lambda self: (replays.append(1), real(self))[1])
             torch.manual_seed(0)
             found.append(steps_on_a_card(FAMILIES[family](), budget, [fxoffload.pin(*pins)] if pins else [], accumulated))
             monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", real)
-            assert bool(replays) == (warm == 2)
+            monkeypatch.setattr(EarlyStarts, "claim", claim)
+            assert bool(replays) == (warm == 2) == bool(right) and all(right), "recorded steps are replayed, and issued early"
     finally:
         torch.use_deterministic_algorithms(False)
     (called, called_weights, _), (replayed, weights, _) = found
