@@ -1,16 +1,19 @@
 """executor="inductor" beside executor="eager": losses over many steps, and how long a start takes with empty and with filled caches.
 
-    python bench/executors.py [--runs eager,cold,warm] [--shape 8B] [--layers 32] [--steps 100] [--budget 24GiB] [--device cuda] [--out FILE]
+    python bench/executors.py [--runs eager,again,cold,warm] [--shape 8B] [--layers 32] [--steps 100] [--budget 24GiB] [--rate 1e-4]
+        [--device cuda] [--out FILE]
 
 Each run is a process of its own: the same weights, the same batches (a new one every step), the same AdamW. "eager" is the bitwise
-numerics of the eager executor, whose losses count as right; "cold" is the Inductor executor with an empty compile cache and no kernel on
-disk, "warm" the same again with what "cold" left, five steps of it. `ready_s` are seconds from the call of `fxoffload.compile` to the end of
+numerics of the eager executor, whose losses count as right, "again" the same once more: on a card sums of attention's backward come in any
+order, and the losses of the two lie as far apart as rounding takes them. "cold" is the Inductor executor with an empty compile cache and no
+kernel on disk, "warm" the same again with what "cold" left, five steps of it. `ready_s` are seconds from the call of `fxoffload.compile` to the end of
 the first step (forward, backward, optimizer), `compile_s` and `first_step_s` its parts; imports and building the model come before.
 `kernels`: fused kernels that had to be compiled or loaded, `kernel_calls`: how often a step calls one.
 
 Tokens follow one another by a fixed random table of four successors each: there is something to learn, and no loss of zero, of which no
-relative difference could be told. Exit status 1 where losses differ by more than --most-apart, relative, at any step; where a warm start is not
-the cold one's training, bit for bit as far as it goes; where it found no entry; and where a start takes more than --cold-s or --warm-s.
+relative difference could be told. Exit status 1 where losses differ by more than --most-apart, relative, at any step, and by more than those of
+"eager" and "again"; where a warm start has another plan than the cold one, or other losses than as far as that; where it found no entry; and
+where a start takes more than --cold-s or --warm-s. `cache_notes`: what the compile cache said.
 The file keeps the runs that are in it already with the same settings: they can be made by several calls, with --folder.
 """
 
@@ -29,9 +32,9 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-RUNS = ("eager", "cold", "warm")
+RUNS = ("eager", "again", "cold", "warm")
+EAGER = RUNS[:2]
 WARM_STEPS = 5
-LEARNING_RATE = 1e-4
 # Of the tokens that are drawn.
 _VOCABULARY, _SUCCESSORS = 512, 4
 
@@ -41,7 +44,7 @@ def main() -> int:
     if chosen.one is not None:
         print(json.dumps(measured(chosen, chosen.one)))
         return 0
-    settings = {name: getattr(chosen, name) for name in ("shape", "layers", "batch", "length", "steps", "budget", "device")}
+    settings = {name: getattr(chosen, name) for name in ("shape", "layers", "batch", "length", "steps", "budget", "rate", "device")}
     runs = earlier(chosen.out, settings)
     with tempfile.TemporaryDirectory() as scratch:
         folder = chosen.folder or Path(scratch)
@@ -76,6 +79,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--budget", default="24GiB")
+    parser.add_argument("--rate", type=float, default=1e-4, help="AdamW's learning rate")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--most-apart", type=float, default=1e-3)
     parser.add_argument("--cold-s", type=float, default=240)
@@ -88,7 +92,7 @@ def parsed() -> argparse.Namespace:
 
 def started(chosen: argparse.Namespace, name: str, folder: Path) -> dict[str, Any]:
     """One run in a process of its own. What a cold start is to make must not be there."""
-    kept = folder / ("eager" if name == "eager" else "inductor")
+    kept = folder / (name if name in EAGER else "inductor")
     if name == "cold" and kept.exists():
         raise SystemExit(f"executors.py: {kept} is there already: no cold start")
     command = [sys.executable, str(Path(__file__)), *sys.argv[1:], "--one", name, "--folder", str(kept)]
@@ -122,29 +126,29 @@ def measured(chosen: argparse.Namespace, name: str) -> dict[str, Any]:
     n_steps = min(chosen.steps, WARM_STEPS) if name == "warm" else chosen.steps
     data = batches(n_steps, chosen.batch, chosen.length)
     built = time.perf_counter()
-    fused = {} if name == "eager" else {"numerics": "reordered", "executor": "inductor"}
+    fused = {} if name in EAGER else {"numerics": "reordered", "executor": "inductor"}
     fxoffload.compile(
         model, data[0], device=chosen.device, device_budget=chosen.budget, optimizer="adamw_torch_fused",
         cache_dir=chosen.folder / "compiled", **fused)
     compile_s = time.perf_counter() - built
-    losses, seconds = trained(model, [{k: v.to(chosen.device) for k, v in one.items()} for one in data])
+    losses, seconds = trained(model, [{k: v.to(chosen.device) for k, v in one.items()} for one in data], chosen.rate)
     plan, calls = model.fxoffload.plan, kernel_calls(model.fxoffload.graphs.values())
     assert plan.decisions, "an inert plan shows nothing"
     return {
         "ready_s": compile_s + seconds[0], "compile_s": compile_s, "first_step_s": seconds[0], "imports_s": imported - began,
         "model_s": built - imported, "step_s": sorted(seconds)[len(seconds) // 2], "step_s_all": seconds, "losses": losses,
-        "cache_hits": notes.hits, "kernels": len(calls), "kernel_calls": sum(calls.values()), "plan_id": plan.id, "decisions": plan.count(),
+        "cache_hits": notes.hits, "cache_notes": notes.told, "kernels": len(calls), "kernel_calls": sum(calls.values()), "plan_id": plan.id, "decisions": plan.count(),
         "replays": plan.longest.replays, "layers": config.num_hidden_layers, "budget_bytes": plan.device_budget_bytes,
         "predicted_bytes": plan.predicted.device_peak_bytes, "torch": torch.__version__,
         "reserved_bytes": torch.cuda.max_memory_reserved() if chosen.device == "cuda" else None,
         "device": torch.cuda.get_device_name(0) if chosen.device == "cuda" else "cpu"}
 
 
-def trained(model: Any, data: Sequence[Mapping[str, Any]]) -> tuple[list[float], list[float]]:
+def trained(model: Any, data: Sequence[Mapping[str, Any]], rate: float) -> tuple[list[float], list[float]]:
     """Loss and seconds of a step with each batch."""
     import torch
 
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=LEARNING_RATE, fused=True)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=rate, fused=True)
     losses, seconds = [], []
     for one in data:
         began = time.perf_counter()
@@ -179,26 +183,43 @@ def verdict(runs: Mapping[str, Mapping[str, Any]], most_apart: float, most_s: Ma
     faults = [f"{name}: ready after {runs[name]['ready_s']:.0f} s, not {most:.0f}" for name, most in most_s.items()
               if name in runs and runs[name]["ready_s"] > most]
     found: dict[str, Any] = {}
+    spread = apart(runs["eager"], runs["again"]) if "eager" in runs and "again" in runs else []
+    if spread:
+        found |= {"eager_apart": max(spread), "eager_apart_at_step": spread.index(max(spread)) + 1}
     if "eager" in runs and "cold" in runs:
-        apart = [abs(a - b) / abs(a) for a, b in zip(runs["eager"]["losses"], runs["cold"]["losses"], strict=True)]
-        found = {"most_apart": max(apart), "most_apart_at_step": apart.index(max(apart)) + 1, "steps": len(apart)}
-        faults += [f"losses lie up to {max(apart):.2e} apart, relative: more than {most_apart:.0e}"] * (max(apart) > most_apart)
+        between = apart(runs["eager"], runs["cold"])
+        found |= {"most_apart": max(between), "most_apart_at_step": between.index(max(between)) + 1, "steps": len(between)}
+        if max(between) > max(most_apart, *spread, 0.0):
+            faults.append(f"losses lie up to {max(between):.2e} apart, relative: more than {most_apart:.0e}" + ", and than two eager runs" * bool(spread))
     if "cold" in runs and "warm" in runs:
         cold, warm = runs["cold"], runs["warm"]
-        if warm["losses"] != cold["losses"][: len(warm["losses"])] or warm["plan_id"] != cold["plan_id"]:
+        found |= {"warm_apart": max(apart(warm, cold))}
+        if found["warm_apart"] > max(most_apart, *spread, 0.0) or warm["plan_id"] != cold["plan_id"]:
             faults.append("warm: another training than the cold start's")
     if "warm" in runs and not runs["warm"]["cache_hits"]:
         faults.append("warm: no entry of the compile cache was used")
     return {**found, "faults": faults}
 
 
-class Notes(logging.Handler):
-    """Counts the graphs that came from the compile cache."""
+def apart(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[float]:
+    """Relative differences of two runs' losses, as far as both go."""
+    return [abs(a - b) / abs(a) for a, b in zip(one["losses"], other["losses"])]
 
-    hits = 0
+
+class Notes(logging.Handler):
+    """What the compile cache says, and how many graphs came from it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[str] = []
+
+    @property
+    def hits(self) -> int:
+        return sum("was not traced and not planned again" in line for line in self.told)
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.hits += "was not traced and not planned again" in record.getMessage()
+        if record.getMessage().startswith("compile cache"):
+            self.told.append(record.getMessage())
 
 
 def shown_arguments() -> list[str]:

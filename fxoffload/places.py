@@ -11,9 +11,8 @@ from torch import nn
 
 from .effects import Tier
 from .integrations import bitsandbytes
-from .layout import extent_bytes, padded
+from .layout import extent_bytes
 from .runtime.host_memory import HostMemory
-from .runtime.slabs import slab_bytes, whole_pages
 
 HOST = torch.device("cpu")
 
@@ -59,21 +58,21 @@ class Places:
 
     def house(self, homes: Mapping[str, Tier], memory: HostMemory, neighbours: Iterable[str] = ()) -> None:
         """Puts every named parameter's bytes into its host tier: page-locked slabs, the disk file, or where they are. The `neighbours`
-        of one tier lie side by side in that order, in ordinary memory too."""
+        of one tier lie side by side in that order, in ordinary memory too. Never more than a few slabs are there twice."""
         weights = {n: p for n, p in named_weights(self.model) if n in homes}
         alone = _alone(weights)
         together: dict[Tier, dict[str, torch.Tensor]] = {}
         for name in neighbours:
             if name in alone:
                 together.setdefault(homes[name], {})[name] = weights.pop(name)
-        moves = {n: p for n, p in weights.items() if homes[n] is Tier.DISK or (homes[n] is Tier.PINNED and memory.pin)}
-        of_pinned = sum(padded(extent_bytes(p)) for p in together.get(Tier.PINNED, {}).values())
-        memory.reserve_pinned(whole_pages(of_pinned) + sum(slab_bytes(p) for n, p in moves.items() if homes[n] is Tier.PINNED))
         for tier, members in together.items():
             for parameter, housed in zip(members.values(), memory.empty_together(list(members.values()), tier)):
                 self._move_into(housed, parameter, tier)
-        for name, parameter in moves.items():
-            self._move_into(memory.empty_like(parameter, homes[name]), parameter, homes[name])
+        to_pinned = [p for n, p in weights.items() if homes[n] is Tier.PINNED and memory.pin]
+        for parameter, housed in zip(to_pinned, memory.pinned_ahead(to_pinned)):
+            self._move_into(housed, parameter, Tier.PINNED)
+        for parameter in (p for n, p in weights.items() if homes[n] is Tier.DISK):
+            self._move_into(memory.empty_like(parameter, Tier.DISK), parameter, Tier.DISK)
         bitsandbytes.follow_weights(self.model)
 
     def _move_into(self, housed: torch.Tensor, parameter: torch.Tensor, tier: Tier) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
@@ -13,10 +15,12 @@ from ..errors import PlanError
 from ..layout import extent_bytes, padded, side_by_side
 from ..sizes import format_bytes
 from .arena import Arena, Run, runs_of
-from .slabs import Slab, disk_slab, pinned_slab, plain_slab, whole_pages
+from .slabs import Slab, disk_slab, pinned_slab, plain_slab, slab_bytes, whole_pages
 
 # Pinning is paid per call and per page: a slab is never smaller than this (64 MiB pin in about 20 ms).
 SLAB_BYTES = 64 << 20
+# Of what moves into pinned memory one slab after the other: bytes of a slab, and how many are being locked ahead of the one that is filled.
+MOVED_BYTES, _AHEAD = 256 << 20, 4
 
 
 class HostMemory:
@@ -68,10 +72,19 @@ class HostMemory:
         """True when the tensor's bytes were given out here."""
         return tensor.untyped_storage() in self._given
 
-    def reserve_pinned(self, n_bytes: int) -> None:
-        """Page-locks one slab large enough for `n_bytes` at once."""
-        if self.pin and n_bytes:
-            self._pinned.append(pinned_slab(n_bytes))
+    def pinned_ahead(self, src: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+        """An uninitialized pinned tensor like each of `src`, in order, slab by slab, while threads lock the next slabs.
+
+        Who drops what he has moved before he asks for more has no more than a few slabs of it twice.
+        """
+        groups = _in_slabs(src)
+        if not self.pin:
+            yield from (self.empty_like(one, Tier.PINNED) for one in src)
+            return
+        with _locking(groups) as slabs:
+            for group, slab in zip(groups, slabs, strict=True):
+                self._pinned.append(slab.result())
+                yield from (self.empty_like(one, Tier.PINNED) for one in group)
 
     def reserve_disk(self, n_bytes: int) -> None:
         """Preallocates what the disk tier lacks of `n_bytes`. Raises PlanError when the folder cannot hold it."""
@@ -122,3 +135,44 @@ class HostMemory:
 
     def _ended(self, tier: Tier, n_bytes: int) -> None:
         self.live_bytes[tier] -= n_bytes
+
+
+def _in_slabs(src: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """The tensors in groups of MOVED_BYTES or more, as far as they go."""
+    groups: list[list[torch.Tensor]] = []
+    n_bytes = MOVED_BYTES
+    for one in src:
+        if n_bytes >= MOVED_BYTES:
+            groups.append([])
+            n_bytes = 0
+        groups[-1].append(one)
+        n_bytes += slab_bytes(one)
+    return groups
+
+
+@contextlib.contextmanager
+def _locking(groups: Sequence[Sequence[torch.Tensor]]) -> Iterator[Iterator[Future[Slab]]]:
+    """A slab for each group, the next ones being locked by threads; those that nobody took are given back."""
+    device = torch.cuda.current_device()
+    sizes = iter([sum(map(slab_bytes, group)) for group in groups])
+    begun: deque[Future[Slab]] = deque()
+    with ThreadPoolExecutor(_AHEAD, "fxoffload-pin", torch.cuda.set_device, (device,)) as threads:
+
+        def begin() -> None:
+            size = next(sizes, None)
+            if size is not None:
+                begun.append(threads.submit(pinned_slab, size))
+
+        def taken() -> Iterator[Future[Slab]]:
+            for _ in range(_AHEAD):
+                begin()
+            while begun:
+                yield begun.popleft()
+                begin()
+
+        try:
+            yield taken()
+        finally:
+            for slab in begun:
+                if not slab.cancel() and slab.exception() is None:
+                    slab.result().close()
