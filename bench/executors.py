@@ -110,7 +110,7 @@ def measured(chosen: argparse.Namespace, name: str) -> dict[str, Any]:
     """The run, in this process."""
     began = time.perf_counter()
     import torch
-    from models import config_of, drawn, with_lora
+    from models import config_of, draw_adapters, drawn, with_lora
 
     import fxoffload
     from fxoffload.runtime.fused import kernel_calls
@@ -121,6 +121,7 @@ def measured(chosen: argparse.Namespace, name: str) -> dict[str, Any]:
     imported = time.perf_counter()
     config = config_of(chosen.shape, use_cache=False, **({} if chosen.layers is None else {"num_hidden_layers": chosen.layers}))
     model: Any = with_lora(drawn(config, "cpu").train(), torch.bfloat16)
+    draw_adapters(model)
     if chosen.device == "cuda":
         torch.cuda.empty_cache()  # the weights were drawn there
     n_steps = min(chosen.steps, WARM_STEPS) if name == "warm" else chosen.steps

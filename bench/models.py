@@ -61,6 +61,15 @@ def with_lora(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     return model
 
 
+def draw_adapters(model: nn.Module) -> None:
+    """Adapters with the same values wherever the model lies, none of them zero: the first loss depends on them, and no first gradient is zero, of
+    which Adam would make a step of rounding alone."""
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data.copy_(torch.empty(parameter.shape).normal_(0, 0.01, generator=generator))
+
+
 def batch(size: int, length: int, device: str, vocabulary: int = 128256) -> dict[str, torch.Tensor]:
     ids = torch.randint(0, vocabulary, (size, length), generator=torch.Generator().manual_seed(0)).to(device)
     return {"input_ids": ids, "labels": ids}

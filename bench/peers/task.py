@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from models import batch, config_of, drawn, with_lora
+from models import batch, config_of, draw_adapters, drawn, with_lora
 from torch import nn
 
 from peers.rows import Row
@@ -36,15 +36,11 @@ class Task:
         return model
 
     def adapted(self, base: Any) -> Any:
-        """What is trained: the base itself, or with LoRA. Its adapters too have the same values wherever the base lies, and none is zero,
-        so that the first step's loss depends on them."""
+        """What is trained: the base itself, or with LoRA, its adapters drawn."""
         if self.row.trained == "full":
             return base
         model = with_lora(base, torch.bfloat16)
-        generator = torch.Generator().manual_seed(1)
-        for name, parameter in model.named_parameters():
-            if "lora_" in name:
-                parameter.data.copy_(torch.empty(parameter.shape).normal_(0, 0.01, generator=generator))
+        draw_adapters(model)
         return model
 
     def model(self, place: str) -> Any:
