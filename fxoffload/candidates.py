@@ -16,7 +16,7 @@ from .graph import Role, copy_graph, info, name_of
 from .gaps import Gap, Gaps
 from .liveness import Liveness
 from .ops import only_looked_up
-from .overlap import Rates, overlapped, schedule_s, stalls_s, used_bytes
+from .overlap import Costs, Rates, overlapped, schedule_s, stalls_s, used_bytes
 from .pipeline import Option
 from .plans import Decision, GraphPlan, Prediction, Recompute
 from .problem import Parameter, Problem, apply, decide, outside_bytes, place_parameters
@@ -133,14 +133,15 @@ def decided(problem: Problem, recipe: Recipe, live: Liveness | None = None) -> t
     return decide("plan-recompute", problem.graph, context)
 
 
-def recomputed(problem: Problem, recipe: Recipe, decisions: tuple[Decision, ...], trained: frozenset[str]) -> Recomputation:
-    """The recipe applied, with the trained parameters `trained` on the device."""
+def recomputed(problem: Problem, recipe: Recipe, decisions: tuple[Decision, ...], trained: frozenset[str],
+               known: Costs | None = None) -> Recomputation:
+    """The recipe applied, with the trained parameters `trained` on the device. `known`: see Rates.of."""
     context = problem.context
     graph = copy_graph(problem.graph)
     place_parameters(graph, problem.parameters, trained)
     graph = apply(graph, replace(context, plan=bare(decisions)), BEFORE_SWAPS)
     schedule = Schedule.of(graph, context.bounds, context.workspace)
-    rates = Rates.of(schedule, context.bounds, problem.machine, context.swap_tier, problem.bucket_bytes)
+    rates = Rates.of(schedule, context.bounds, problem.machine, context.swap_tier, problem.bucket_bytes, known)
     must = problem.resident if problem.resident is not None else problem.pinned_to_device | trained
     ground = schedule.ground(must)
     return Recomputation(recipe, decisions, schedule, rates, must, Needs.of(schedule, ground, rates, free_names(problem)), {must: ground})
