@@ -320,6 +320,14 @@ def scanned(problem: Problem, recomputation: Recomputation, resident: frozenset[
     return priced(problem, recomputation, resident, overlapped(schedule, found, None if live is None else live - ground.fixed_bytes, rates))
 
 
+def unlimited_bytes(problem: Problem, recomputation: Recomputation, resident: frozenset[str]) -> int:
+    """The live bytes of a candidate that has all the memory there is."""
+    context, schedule, ground = problem.context, recomputation.schedule, recomputation.ground(resident)
+    found = schedule.scan(None, context.kept_values, context.swapped_values, resident, ground=ground)
+    used = used_bytes(schedule, overlapped(schedule, found, None, recomputation.rates))
+    return recomputation.outside_bytes(problem, resident) + ground.fixed_bytes + int(used.max(initial=0))
+
+
 def priced(problem: Problem, recomputation: Recomputation, resident: frozenset[str], single: Scan) -> Candidate:
     """The candidate of a scan whose copies start and end where they should: small ones in buckets, and what that takes."""
     schedule, used = recomputation.schedule, used_bytes(recomputation.schedule, single)

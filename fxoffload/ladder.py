@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from .candidates import (
-    Candidate, Recipe, Recomputation, completed, decided, free_names, least_s, recipes, recomputed, refined, scanned, settled, swept,
+    Candidate, Recipe, Recomputation, completed, decided, free_names, least_s, recipes, recomputed, refined, settled, swept, unlimited_bytes,
 )
 from .climb import climbed
 from .liveness import Liveness, liveness
@@ -236,8 +236,7 @@ class Search:
         """A budget above which nothing binds."""
         everything = self._made(Recipe("all"))
         resident = everything.must | free_names(self.problem)
-        needed = scanned(self.problem, everything, resident, None, 0.0).live_bytes
-        return int(self.problem.footprint.needed_bytes(needed) * _AMPLE)
+        return int(self.problem.footprint.needed_bytes(unlimited_bytes(self.problem, everything, resident)) * _AMPLE)
 
 
 def rungs_within(n_bytes: int, bits: int) -> Iterator[int]:

@@ -280,7 +280,7 @@ def _free_bytes(schedule: Schedule, found: Scan, capacity_bytes: int | None) -> 
 
 def stayed_bytes(schedule: Schedule, found: Scan) -> Bytes:
     """Bytes of what stays during each event."""
-    return _bytes_during(schedule, ((first, last + 1, storage.n_bytes) for storage, first, last in found.stays))
+    return bytes_during(schedule, ((first, last + 1, storage.n_bytes) for storage, first, last in found.stays))
 
 
 def used_bytes(schedule: Schedule, found: Scan) -> Bytes:
@@ -288,11 +288,11 @@ def used_bytes(schedule: Schedule, found: Scan) -> Bytes:
     position, events = schedule.position, schedule.events
     loads = ((position[load.start], position[load.before], load.storage.n_bytes) for load in found.loads)
     sinks = ((position[start] + 1, position[until] + 1, _bytes(events[position[start]])) for start, until in found.sinks)
-    under_way = _bytes_during(schedule, chain(loads, sinks))
+    under_way = bytes_during(schedule, chain(loads, sinks))
     return stayed_bytes(schedule, found) + under_way + schedule.workspace + held_bytes(schedule, found)
 
 
-def _bytes_during(schedule: Schedule, spans: Iterable[tuple[int, int, int]]) -> Bytes:
+def bytes_during(schedule: Schedule, spans: Iterable[tuple[int, int, int]]) -> Bytes:
     """The sum of bytes at each event, of spans from an event's number up to, not including, another's."""
     change = [0] * (len(schedule.events) + 1)
     for first, end, n_bytes in spans:

@@ -94,7 +94,8 @@ class Scan:
         return sum(spill.storage.n_bytes for spill in self.spills)
 
 
-class Event(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Event:
     """A node that computes: what it reads and makes on the device, and bytes it needs for itself while it runs.
 
     `own_bytes`: these, and those of what it makes.
@@ -252,7 +253,7 @@ class Spiller:
         when nothing larger is left."""
         upcoming, on_host = self.upcoming, self.on_host
         queue = [
-            (-min(upcoming[s] - index, _FAR) * (1.0 if s.is_input or s in on_host else 0.5) * (1e-3 if s.n_bytes * _CRUMBS < over else 1.0),
+            (-(ahead if (ahead := upcoming[s] - index) < _FAR else _FAR) * (1.0 if s.is_input or s in on_host else 0.5) * (1e-3 if s.n_bytes * _CRUMBS < over else 1.0),
              s.name, position)
             for position, s in enumerate(candidates)
         ]
