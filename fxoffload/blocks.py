@@ -16,4 +16,9 @@ def block_of(name: str) -> str | None:
 def block_position(name: str) -> int | None:
     """The number of the block a canonical name lies in, None outside of blocks."""
     block = block_of(name)
-    return int(block.rsplit(".", 1)[-1]) if block is not None else None
+    return position_of(block) if block is not None else None
+
+
+def position_of(block: str) -> int:
+    """The number of a repeated block."""
+    return int(block.rsplit(".", 1)[-1])

@@ -114,8 +114,10 @@ class _Room:
         """True when the open group and this copy fit at every place from their first start to their last end."""
         first, end = min(self._first, copy.start), max(self._end, copy.end)
         room = self._peak_bytes - self._group_bytes - padded(copy.n_bytes)
-        beside = (self._alive[first : copy.start], self._alive[copy.start : copy.end] - copy.n_bytes, self._alive[copy.end : end])
-        return all(int(part.max(initial=0)) <= room for part in beside)
+        during, ahead, behind = self._alive[copy.start : copy.end], self._alive[first : copy.start], self._alive[copy.end : end]
+        if during.size and during.max() - copy.n_bytes > room:
+            return False
+        return room >= 0 and not (ahead.size and ahead.max() > room) and not (behind.size and behind.max() > room)
 
     def join(self, copy: Copy) -> None:
         """The copy is a member of the open group."""

@@ -16,7 +16,7 @@ from .graph import Role, copy_graph, info, name_of
 from .gaps import Gap, Gaps
 from .liveness import Liveness
 from .ops import only_looked_up
-from .overlap import Rates, overlapped, schedule_s, stalls_s, used_bytes
+from .overlap import Costs, Rates, overlapped, schedule_s, stalls_s, used_bytes
 from .pipeline import Option
 from .plans import Decision, GraphPlan, Prediction, Recompute
 from .problem import Parameter, Problem, apply, decide, outside_bytes, place_parameters
@@ -133,14 +133,15 @@ def decided(problem: Problem, recipe: Recipe, live: Liveness | None = None) -> t
     return decide("plan-recompute", problem.graph, context)
 
 
-def recomputed(problem: Problem, recipe: Recipe, decisions: tuple[Decision, ...], trained: frozenset[str]) -> Recomputation:
-    """The recipe applied, with the trained parameters `trained` on the device."""
+def recomputed(problem: Problem, recipe: Recipe, decisions: tuple[Decision, ...], trained: frozenset[str],
+               known: Costs | None = None) -> Recomputation:
+    """The recipe applied, with the trained parameters `trained` on the device. `known`: see Rates.of."""
     context = problem.context
     graph = copy_graph(problem.graph)
     place_parameters(graph, problem.parameters, trained)
     graph = apply(graph, replace(context, plan=bare(decisions)), BEFORE_SWAPS)
     schedule = Schedule.of(graph, context.bounds, context.workspace)
-    rates = Rates.of(schedule, context.bounds, problem.machine, context.swap_tier, problem.bucket_bytes)
+    rates = Rates.of(schedule, context.bounds, problem.machine, context.swap_tier, problem.bucket_bytes, known)
     must = problem.resident if problem.resident is not None else problem.pinned_to_device | trained
     ground = schedule.ground(must)
     return Recomputation(recipe, decisions, schedule, rates, must, Needs.of(schedule, ground, rates, free_names(problem)), {must: ground})
@@ -317,6 +318,14 @@ def scanned(problem: Problem, recomputation: Recomputation, resident: frozenset[
     if found.shortfall_bytes:
         return Candidate(recomputation, resident, outside, found, found, float("inf"), 0)
     return priced(problem, recomputation, resident, overlapped(schedule, found, None if live is None else live - ground.fixed_bytes, rates))
+
+
+def unlimited_bytes(problem: Problem, recomputation: Recomputation, resident: frozenset[str]) -> int:
+    """The live bytes of a candidate that has all the memory there is."""
+    context, schedule, ground = problem.context, recomputation.schedule, recomputation.ground(resident)
+    found = schedule.scan(None, context.kept_values, context.swapped_values, resident, ground=ground)
+    used = used_bytes(schedule, overlapped(schedule, found, None, recomputation.rates))
+    return recomputation.outside_bytes(problem, resident) + ground.fixed_bytes + int(used.max(initial=0))
 
 
 def priced(problem: Problem, recomputation: Recomputation, resident: frozenset[str], single: Scan) -> Candidate:

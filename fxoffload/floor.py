@@ -9,9 +9,11 @@ them, compute from there to a gradient, and the copies of it and those behind it
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
 from .graph import name_of
 from .liveness import Storage, base_nodes, owner_of
@@ -19,8 +21,7 @@ from .overlap import Rates
 from .spill import Ground, Schedule
 
 
-@dataclass(frozen=True, slots=True)
-class Kept:
+class Kept(NamedTuple):
     """Something that is either on the device over the border or takes seconds of the channels: in forward, and in backward.
 
     `name`: its canonical name.
@@ -33,8 +34,7 @@ class Kept:
     again_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Making:
+class Making(NamedTuple):
     """How forward makes a value: in `seconds`, at event number `at`, from the values of those names."""
 
     at: int
@@ -51,17 +51,19 @@ class Half:
     sinks_s: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Needs:
-    """What a schedule's seconds are bounded by. `ahead_s`: the longest way through first copies, compute and the gradients' copies."""
+    """What a schedule's seconds are bounded by. `ahead_s`: the longest way through first copies, compute and the gradients' copies.
+    `schedule`, `ground`, `rates`: what it is of."""
 
     forward: Half
     backward: Half
     issue_s: float
     ahead_s: float
     kept: tuple[Kept, ...]
-    makings: Mapping[str, Making]
-    overlaps: bool
+    schedule: Schedule
+    ground: Ground
+    rates: Rates
 
     @staticmethod
     def of(schedule: Schedule, ground: Ground, rates: Rates, may_reside: frozenset[str] = frozenset()) -> Needs:
@@ -74,7 +76,12 @@ class Needs:
             for part in (slice(0, border), slice(border, None)))
         return Needs(
             forward, backward, issued * rates.dispatch_s, _ahead_s(schedule, first, rates),
-            tuple(_kept(schedule, ground, rates, may_reside)), dict(_makings(schedule, ground, rates)), rates.overlaps)
+            tuple(_kept(schedule, ground, rates, may_reside)), schedule, ground, rates)
+
+    @functools.cached_property
+    def makings(self) -> Mapping[str, Making]:
+        """How forward makes each value, by name: asked for only where something is made again that the schedule keeps."""
+        return dict(_makings(self.schedule, self.ground, self.rates))
 
     def least_s(self, capacity_bytes: int, again: frozenset[str] = frozenset()) -> float:
         """The bound under `capacity_bytes` beside the ground's inputs. `again`: names of values that are made again where backward needs
@@ -82,7 +89,7 @@ class Needs:
         left = [one for one in self.kept if one.name not in again]
         made_s = self._made_s(again) if again else 0.0
         f, b = self.forward, self.backward
-        if not self.overlaps:
+        if not self.rates.overlaps:
             moved_s = _left([(k.n_bytes, k.load_s + k.spill_s + k.again_s) for k in left], capacity_bytes)
             return f.compute_s + f.loads_s + f.sinks_s + b.compute_s + b.loads_s + b.sinks_s + made_s + moved_s
         loads_s, spills_s, again_s = (
@@ -91,7 +98,6 @@ class Needs:
         forward_s = max(f.compute_s, f.loads_s + loads_s, f.sinks_s + spills_s)
         backward_s = max(b.compute_s + made_s, b.loads_s + again_s, b.sinks_s)
         return max(forward_s + backward_s, self.issue_s, self.ahead_s)
-
 
     def _made_s(self, again: frozenset[str]) -> float:
         """Seconds of making again what backward reads of those values, and what that is made from."""

@@ -90,8 +90,13 @@ class Bounds:
 
     def told(self, tell: Callable[[fx.Node, Bounds], Told], node: fx.Node) -> Told:
         """`tell(node, self)`, remembered for all copies of the node: they share its target, and its own and its operands' fake values."""
-        values = (node.target, node.meta.get("val"), *[operand.meta.get("val") for operand in node.all_input_nodes])
-        return self.once(lambda: tell(node, self), tell, *values)
+        values = [operand.meta.get("val") for operand in node.all_input_nodes]
+        target, value = node.target, node.meta.get("val")
+        key = (id(tell), id(target), id(value), *map(id, values))
+        known = self._told.get(key)
+        if known is None:
+            known = self._told[key] = ((tell, target, value, *values), tell(node, self))
+        return cast(Told, known[1])
 
     def once(self, make: Callable[[], Told], *of: object) -> Told:
         """What `make` gives, made once of the objects `of`, which tell all that it depends on."""
@@ -174,12 +179,13 @@ def by_name(graph: fx.Graph) -> dict[str, fx.Node]:
 def copy_node(graph: fx.Graph, node: fx.Node, operand: Callable[[fx.Node], fx.Node]) -> fx.Node:
     """A copy of `node` at the insertion point of `graph`, with other operands and the same values."""
     new = graph.create_node(node.op, node.target, name=node.name, type_expr=node.type)
-    # Set afterwards: create_node looks for symbols in all arguments it is given, which takes longer than the rest of it.
+    # Set afterwards: create_node looks for symbols in all arguments it is given, which takes longer than the rest of it. And set past
+    # Node.__setattr__, which takes the node out of the graph's index by target and puts it back whatever is set.
     if node.args:
-        new.args = map_arg(node.args, operand)
+        object.__setattr__(new, "args", map_arg(node.args, operand))
     if node.kwargs:
-        new.kwargs = map_arg(node.kwargs, operand)
-    new.meta = dict(node.meta)
+        object.__setattr__(new, "kwargs", map_arg(node.kwargs, operand))
+    new.meta.update(node.meta)
     return new
 
 

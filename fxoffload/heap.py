@@ -15,7 +15,8 @@ def heap_at_rest() -> Iterator[None]:
     walk all of them each time would take longer the more there are. Collections are rare, too: what a search makes and drops is gone
     without one. May be entered again inside. Where the caller has frozen the heap, nothing is done.
     """
-    if gc.get_freeze_count() > _FROZEN_AT_START and not _entered:
+    # Asked last: it counts the frozen objects one by one.
+    if not _entered and gc.get_freeze_count() > _FROZEN_AT_START:
         yield
         return
     _entered.append(_Rest(gc.get_threshold()))

@@ -15,10 +15,11 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from .candidates import (
-    Candidate, Recipe, Recomputation, completed, decided, free_names, least_s, recipes, recomputed, refined, scanned, settled, swept,
+    Candidate, Recipe, Recomputation, completed, decided, free_names, least_s, recipes, recomputed, refined, settled, swept, unlimited_bytes,
 )
 from .climb import climbed
 from .liveness import Liveness, liveness
+from .overlap import Costs
 from .plans import Decision
 from .problem import Problem
 from .reasons import Tried
@@ -69,7 +70,7 @@ class Search:
     """`best`: the fastest candidate so far; `short`: those that do not fit, with the budget that each was tried under; `host_short_bytes`:
     what the host lacks at least for what else was tried.
 
-    `made`, `decisions`, `rungs`: what every budget that is searched shares. What a budget gives does not depend on those before it.
+    `made`, `decisions`, `rungs`, `costs`: what every budget that is searched shares. What a budget gives does not depend on those before it.
     """
 
     problem: Problem
@@ -80,6 +81,7 @@ class Search:
     made: dict[Recipe, Recomputation] = field(default_factory=dict)
     decisions: dict[Recipe, tuple[Decision, ...]] = field(default_factory=dict)
     rungs: dict[tuple[Recipe, int, bool], _OfRung] = field(default_factory=dict)
+    costs: Costs = field(default_factory=dict)
     host_short_bytes: int = 0
 
     def run(self, budget: int | None) -> None:
@@ -215,7 +217,7 @@ class Search:
 
     def _made(self, recipe: Recipe) -> Recomputation:
         if recipe not in self.made:
-            self.made[recipe] = recomputed(self.problem, recipe, self._decided(recipe), self.trained)
+            self.made[recipe] = recomputed(self.problem, recipe, self._decided(recipe), self.trained, self.costs)
         return self.made[recipe]
 
     @functools.cached_property
@@ -234,8 +236,7 @@ class Search:
         """A budget above which nothing binds."""
         everything = self._made(Recipe("all"))
         resident = everything.must | free_names(self.problem)
-        needed = scanned(self.problem, everything, resident, None, 0.0).live_bytes
-        return int(self.problem.footprint.needed_bytes(needed) * _AMPLE)
+        return int(self.problem.footprint.needed_bytes(unlimited_bytes(self.problem, everything, resident)) * _AMPLE)
 
 
 def rungs_within(n_bytes: int, bits: int) -> Iterator[int]:

@@ -9,16 +9,17 @@ from __future__ import annotations
 import heapq
 import operator
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from itertools import accumulate
+from typing import cast
 
 import torch
 import torch.fx as fx
 
 from . import ops
 from .effects import Alloc, Await, Borrow, Effect, Free, Tier
-from .graph import Bounds, Role, border_of, info, name_of, operands, remembered, tensor_bytes
+from .graph import Bounds, Role, Told, border_of, info, name_of, operands, remembered, tensor_bytes
 
 
 class Kind(str, Enum):
@@ -51,7 +52,8 @@ class Storage:
 
 @dataclass(frozen=True)
 class Liveness:
-    """`of[node]`: Storages the node's value aliases. `first`/`last`: node index of definition and last use of each Storage.
+    """`of[node]`: Storages the node's value aliases. `reads`, `makes`: of every node, in order, those its operands alias, and new ones.
+    `first`/`last`: node index of definition and last use of each Storage.
 
     A wait is a use of what its Transfer borrows.
 
@@ -61,11 +63,20 @@ class Liveness:
     nodes: tuple[fx.Node, ...]
     index: dict[fx.Node, int]
     of: dict[fx.Node, tuple[Storage, ...]]
+    reads: list[tuple[Storage, ...]]
+    makes: list[tuple[Storage, ...]]
     first: dict[Storage, int]
     last: dict[Storage, int]
     uses: dict[Storage, tuple[int, ...]]
     escapes: frozenset[Storage]
     border: int
+    _told: dict[object, object] = field(default_factory=dict, init=False, compare=False, repr=False)
+
+    def told(self, tell: Callable[[Liveness], Told]) -> Told:
+        """`tell(self)`, remembered: what depends on nothing else is asked for once per recipe of a search."""
+        if tell not in self._told:
+            self._told[tell] = tell(self)
+        return cast(Told, self._told[tell])
 
     def begin(self, storage: Storage) -> int:
         """The node index at which a Storage's bytes begin to count: inputs are there from the start, tangents from the border."""
@@ -75,8 +86,7 @@ class Liveness:
 
     def defined_at(self, node: fx.Node) -> tuple[Storage, ...]:
         """Storages the node makes."""
-        i, first = self.index[node], self.first
-        return tuple([s for s in self.of.get(node, ()) if first[s] == i])
+        return self.makes[self.index[node]]
 
 
 # Ops that return their input's memory although their schema does not say so.
@@ -117,38 +127,50 @@ def liveness(graph: fx.Graph, bounds: Bounds | None = None) -> Liveness:
     border = border_of(graph)
     border_index = index[border] if border is not None else len(nodes)
     of: dict[fx.Node, tuple[Storage, ...]] = {}
+    reads: list[tuple[Storage, ...]] = []
+    makes: list[tuple[Storage, ...]] = []
     first: dict[Storage, int] = {}
     uses: dict[Storage, list[int]] = {}
     borrowed: dict[Storage, tuple[Storage, ...]] = {}
     for i, node in enumerate(nodes):
         spec = ops.spec_of(node)
-        sources = [storage for operand in operands(node) for storage in of.get(operand, ())]
-        if spec is None:
-            read = sources
-        else:
+        sources = read = _sources(node, of)
+        if spec is not None:
             # a Transfer reads its source until the wait: the wait is a use of the source too
-            read = sources + [source for storage in _of_effect(node, spec, Await, of) for source in borrowed.pop(storage, ())]
-        for storage in read if len(read) < 2 else dict.fromkeys(read):
+            read = tuple(dict.fromkeys((*sources, *(s for w in _of_effect(node, spec, Await, of) for s in borrowed.pop(w, ())))))
+        for storage in read:
             uses[storage].append(i)
-        if node.op == "output":
-            continue
-        of[node] = found = _storages(node, spec, of, sources, i > border_index, bounds)
-        for storage in found:
-            if storage not in first:
-                first[storage] = i
-                uses[storage] = []
-                if spec is not None:
-                    borrowed[storage] = _of_effect(node, spec, Borrow, of)
+        found = of[node] = _storages(node, spec, of, sources, i > border_index, bounds) if node.op != "output" else ()
+        made = tuple([s for s in found if s not in first])
+        for storage in made:
+            first[storage] = i
+            uses[storage] = []
+            if spec is not None:
+                borrowed[storage] = _of_effect(node, spec, Borrow, of)
+        reads.append(sources)
+        makes.append(made)
     output = nodes[-1] if nodes and nodes[-1].op == "output" else None
     returned = {s for operand in operands(output) for s in of.get(operand, ())} if output is not None else set()
     escapes = frozenset(returned | {s for s in first if s.is_input})
     last = {s: (uses[s][-1] if uses[s] else first[s]) for s in first}
-    return Liveness(nodes, index, of, first, last, {s: tuple(u) for s, u in uses.items()}, escapes, border_index)
+    return Liveness(nodes, index, of, reads, makes, first, last, {s: tuple(u) for s, u in uses.items()}, escapes, border_index)
 
 
-def base_nodes(live: Liveness) -> dict[Storage, fx.Node]:
+def _sources(node: fx.Node, of: dict[fx.Node, tuple[Storage, ...]]) -> tuple[Storage, ...]:
+    """The Storages of the node's operands, each once."""
+    inputs = operands(node)
+    if len(inputs) == 1:
+        return of.get(inputs[0], ())
+    return tuple(dict.fromkeys([storage for operand in inputs for storage in of.get(operand, ())]))
+
+
+def base_nodes(live: Liveness) -> Mapping[Storage, fx.Node]:
     """The node that names each Storage: its producer, or the first getitem of a tuple's element. Elements that no getitem takes
     have none; they die with the tuple, at its last getitem."""
+    return live.told(_base_nodes)
+
+
+def _base_nodes(live: Liveness) -> Mapping[Storage, fx.Node]:
     found: dict[Storage, fx.Node] = {}
     for node in live.nodes:
         storages = live.of.get(node, ())
@@ -173,32 +195,38 @@ def _of_effect(
 
 
 def _storages(
-    node: fx.Node, spec: ops.Spec | None, of: dict[fx.Node, tuple[Storage, ...]], sources: list[Storage], in_backward: bool,
+    node: fx.Node, spec: ops.Spec | None, of: dict[fx.Node, tuple[Storage, ...]], sources: tuple[Storage, ...], in_backward: bool,
     bounds: Bounds,
 ) -> tuple[Storage, ...]:
     """What the node's value aliases. `sources`: the Storages of its operands."""
-    if node.op in ("placeholder", "get_attr"):
+    target, value = node.target, node.meta.get("val")
+    if node.op == "call_function":
+        if target is operator.getitem:
+            return _element(node, of, sources)
+        if returns_its_input(target):
+            return of.get(view_source(node), ())
+    elif node.op in ("placeholder", "get_attr"):
         return _input_storage(node, bounds)
-    if node.target is operator.getitem:
-        owner = view_source(node)
-        if is_view(owner):
-            return of.get(owner, ())
-        if "val" in node.meta and node.meta["val"] is None:
-            return ()
-        element = f"{name_of(owner)}:{node.args[1]}"
-        # a list inside a tuple has no Storage of its own name: then all of the tuple's stand for it
-        return tuple(s for s in sources if s.name == element) or tuple(sources)
-    if is_view(node):
-        return of.get(view_source(node), ())
-    value = node.meta.get("val")
-    elements = _elements(value)
-    if not elements and not isinstance(value, torch.Tensor):
-        return ()
-    tier, kind = _tier(node, spec, sources), _kind(node, spec, sources, in_backward)
-    name = name_of(node)
     if isinstance(value, torch.Tensor):
-        return (Storage(name, tensor_bytes(value, bounds), tier, kind, False),)
+        tier, kind = _tier(node, spec, sources), _kind(node, spec, sources, in_backward)
+        return (Storage(name_of(node), tensor_bytes(value, bounds), tier, kind, False),)
+    elements = _elements(value)
+    if not elements:
+        return ()
+    tier, kind, name = _tier(node, spec, sources), _kind(node, spec, sources, in_backward), name_of(node)
     return tuple(Storage(name + suffix, tensor_bytes(v, bounds), tier, kind, False) for suffix, v in elements.items())
+
+
+def _element(node: fx.Node, of: dict[fx.Node, tuple[Storage, ...]], sources: tuple[Storage, ...]) -> tuple[Storage, ...]:
+    """What an element of a tuple aliases."""
+    owner = view_source(node)
+    if is_view(owner):
+        return of.get(owner, ())
+    if "val" in node.meta and node.meta["val"] is None:
+        return ()
+    element = f"{name_of(owner)}:{node.args[1]}"
+    # a list inside a tuple has no Storage of its own name: then all of the tuple's stand for it
+    return tuple([s for s in sources if s.name == element]) or sources
 
 
 def _elements(value: object) -> dict[str, torch.Tensor]:
@@ -220,24 +248,24 @@ def _input_storage(node: fx.Node, bounds: Bounds) -> tuple[Storage, ...]:
     return (Storage(entry.name, tensor_bytes(value, bounds), entry.tier, kind, True),)
 
 
-def _tier(node: fx.Node, spec: ops.Spec | None, sources: list[Storage]) -> Tier:
+def _tier(node: fx.Node, spec: ops.Spec | None, sources: tuple[Storage, ...]) -> Tier:
     if spec is not None:
         for effect in spec.effects:
             if isinstance(effect, Alloc):
                 return effect.tier if isinstance(effect.tier, Tier) else Tier(str(spec.argument(node, effect.tier)))
     # A host input that an op reads has not been gathered yet; the op will run on the device.
-    if sources and all(s.tier.on_host and not s.is_input for s in sources):
-        return Tier.PAGEABLE
-    return Tier.DEVICE
+    for source in sources:
+        if source.is_input or source.tier is Tier.DEVICE:
+            return Tier.DEVICE
+    return Tier.PAGEABLE if sources else Tier.DEVICE
 
 
-def _kind(node: fx.Node, spec: ops.Spec | None, sources: list[Storage], in_backward: bool) -> Kind:
+def _kind(node: fx.Node, spec: ops.Spec | None, sources: tuple[Storage, ...], in_backward: bool) -> Kind:
     if sources and spec is not None and node.target is not ops.lookup:
         return sources[0].kind  # moved, not made
-    if sources and all(s.kind is Kind.PARAMETER for s in sources):
+    if sources and all([s.kind is Kind.PARAMETER for s in sources]):
         return Kind.PARAMETER
-    entry = info(node)
-    return Kind.GRADIENT if in_backward and entry.origin is None else Kind.ACTIVATION
+    return Kind.GRADIENT if in_backward and info(node).origin is None else Kind.ACTIVATION
 
 
 @dataclass(frozen=True, slots=True)

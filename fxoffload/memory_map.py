@@ -25,7 +25,7 @@ from .pages import Place
 from .replays import anew_bytes
 
 # In a Llama's step what an attention's backward makes lives for 61 nodes at most, what a layer saves for its own backward for 96 at least.
-_SOON_NODES = 64
+SOON_NODES = 64
 # Ops that copy their first argument: the copy goes where it is to lie.
 COPIES = frozenset({torch.ops.aten.clone.default, torch.ops.aten._to_copy.default})
 
@@ -112,7 +112,7 @@ def worth_moving(live: Liveness, found: Collection[Storage], workspace: Callable
     stay: set[Storage] = set()
     for storage in found:
         one = lifetime(live, storage)
-        if makes_its_results(live.nodes[one.begin]) and one.end - one.begin <= _SOON_NODES:
+        if makes_its_results(live.nodes[one.begin]) and one.end - one.begin <= SOON_NODES:
             after = scratch[one.begin + 1 : one.end]
             n_bytes = aligned(storage.n_bytes)
             if after.max(initial=0) + n_bytes <= most:

@@ -21,13 +21,15 @@ from . import ops
 from .buckets import GROUP_BYTES, held_bytes, transfers_of
 from .cost import node_s
 from .effects import Channel, Tier
-from .graph import Bounds
+from .graph import Bounds, info
 from .liveness import Storage
 from .machine import Machine
 from .spill import NEVER, Bytes, Event, Load, Scan, Schedule, Spill, Sunk
 
 # Copies are planned as if they took this many times as long: the estimate of compute is not exact, and copies slow each other.
 _SLACK = 1.5
+# Channel and seconds of nodes by canonical name.
+Costs = dict[str, tuple[Channel, float]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +50,11 @@ class Rates:
     dispatch_s: float = 0.0
 
     @staticmethod
-    def of(schedule: Schedule, bounds: Bounds, machine: Machine, swap_tier: Tier = Tier.PINNED, bucket_bytes: int = GROUP_BYTES) -> Rates:
+    def of(schedule: Schedule, bounds: Bounds, machine: Machine, swap_tier: Tier = Tier.PINNED, bucket_bytes: int = GROUP_BYTES,
+           known: Costs | None = None) -> Rates:
         """The rates of `schedule` on `machine`; values go to `swap_tier`, inputs come from where they are at home, alone or, smaller
-        than `bucket_bytes`, in buckets."""
-        costs = [node_s(schedule.live.nodes[event.index], bounds, machine) for event in schedule.events]
+        than `bucket_bytes`, in buckets. `known`: what nodes of these names cost, in other recipes of the same graph; it grows."""
+        costs = _costs(schedule, bounds, machine, known if known is not None else {})
         event_s = [seconds if channel is Channel.COMPUTE else 0.0 for channel, seconds in costs]
         sinks = {event.index: seconds for event, (channel, seconds) in zip(schedule.events, costs) if channel is Channel.D2H}
         transfer_s, least_s_per_byte = functools.cache(machine.transfer_s), functools.cache(machine.least_s_per_byte)
@@ -76,6 +79,20 @@ class Rates:
 
         return Rates(
             event_s, load_s, merged_s, least_load_s, spill_s, sinks, machine.overlaps, machine.dispatch_s or 0.0 if machine.overlaps else 0.0)
+
+
+def _costs(schedule: Schedule, bounds: Bounds, machine: Machine, known: Costs) -> list[tuple[Channel, float]]:
+    """What every event costs. A clone costs what its origin does: what both read and make is alike."""
+    costs = []
+    for event in schedule.events:
+        node = schedule.live.nodes[event.index]
+        entry = info(node)
+        name = entry.origin or entry.name
+        cost = known.get(name)
+        if cost is None:
+            cost = known[name] = node_s(node, bounds, machine)
+        costs.append(cost)
+    return costs
 
 
 def overlapped(schedule: Schedule, found: Scan, capacity_bytes: int | None, rates: Rates) -> Scan:
@@ -263,7 +280,7 @@ def _free_bytes(schedule: Schedule, found: Scan, capacity_bytes: int | None) -> 
 
 def stayed_bytes(schedule: Schedule, found: Scan) -> Bytes:
     """Bytes of what stays during each event."""
-    return _bytes_during(schedule, ((first, last + 1, storage.n_bytes) for storage, first, last in found.stays))
+    return bytes_during(schedule, ((first, last + 1, storage.n_bytes) for storage, first, last in found.stays))
 
 
 def used_bytes(schedule: Schedule, found: Scan) -> Bytes:
@@ -271,11 +288,11 @@ def used_bytes(schedule: Schedule, found: Scan) -> Bytes:
     position, events = schedule.position, schedule.events
     loads = ((position[load.start], position[load.before], load.storage.n_bytes) for load in found.loads)
     sinks = ((position[start] + 1, position[until] + 1, _bytes(events[position[start]])) for start, until in found.sinks)
-    under_way = _bytes_during(schedule, chain(loads, sinks))
+    under_way = bytes_during(schedule, chain(loads, sinks))
     return stayed_bytes(schedule, found) + under_way + schedule.workspace + held_bytes(schedule, found)
 
 
-def _bytes_during(schedule: Schedule, spans: Iterable[tuple[int, int, int]]) -> Bytes:
+def bytes_during(schedule: Schedule, spans: Iterable[tuple[int, int, int]]) -> Bytes:
     """The sum of bytes at each event, of spans from an event's number up to, not including, another's."""
     change = [0] * (len(schedule.events) + 1)
     for first, end, n_bytes in spans:

@@ -19,8 +19,9 @@ HOST = torch.device("cpu")
 
 def named_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """What is gathered when it is off the device: parameters, and the scales of packed ones."""
-    yield from model.named_parameters()
-    yield from ((state.name, state.tensor) for state in bitsandbytes.scales(model))
+    parameters = list(model.named_parameters())
+    yield from parameters
+    yield from ((state.name, state.tensor) for state in bitsandbytes.scales(model, parameters))
 
 
 def named_constants(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -16,6 +16,7 @@ from .errors import HostShort, PlanError, VerifyError
 from .graph import copy_graph, name_of
 from .heap import heap_at_rest
 from .ladder import Search, least_bytes, rungs_within
+from .least_map import least_taken_bytes
 from .liveness import liveness
 from .lowered import placing
 from .memory_map import MemoryMap
@@ -83,16 +84,34 @@ def solve(problem: Problem, known: Searches | None = None) -> Solution:
 
 
 def _within(problem: Problem, searches: Sequence[Search], budget: int | None) -> Solution:
-    """The fastest Solution whose live bytes keep to `budget`; what its values take at offsets may be more."""
-    nearest: list[tuple[Candidate, int]] = []
-    for search in searches:
-        search.run(budget)
-        if search.best is not None:
-            return replace(_complete(problem, search.best, budget), tried=tuple(search.tried))
-        nearest = search.short
-        if search.host_short_bytes:
-            raise HostShort(f"no plan tried keeps to {problem.host_bytes} bytes of host memory", search.host_short_bytes)
-    raise _refusal(problem, *min(nearest, key=lambda one: least_bytes(problem, *one)))
+    """The fastest Solution whose live bytes keep to `budget`."""
+    return _Chosen.of(problem, searches, budget).completed(problem)
+
+
+@dataclass(frozen=True, slots=True)
+class _Chosen:
+    """The fastest candidate under a live budget, and all that were tried: a Solution to be."""
+
+    candidate: Candidate
+    budget: int | None
+    tried: tuple[Tried, ...]
+
+    @staticmethod
+    def of(problem: Problem, searches: Sequence[Search], budget: int | None) -> _Chosen:
+        """What the searches find. Raises PlanError when they find nothing."""
+        nearest: list[tuple[Candidate, int]] = []
+        for search in searches:
+            search.run(budget)
+            if search.best is not None:
+                return _Chosen(search.best, budget, tuple(search.tried))
+            nearest = search.short
+            if search.host_short_bytes:
+                raise HostShort(f"no plan tried keeps to {problem.host_bytes} bytes of host memory", search.host_short_bytes)
+        raise _refusal(problem, *min(nearest, key=lambda one: least_bytes(problem, *one)))
+
+    def completed(self, problem: Problem) -> Solution:
+        """The candidate lowered: its live bytes keep to the budget; what its values take at offsets may be more."""
+        return replace(_complete(problem, self.candidate, self.budget), tried=self.tried)
 
 
 def _placed_within(problem: Problem, searches: Sequence[Search], budget: int) -> Solution:
@@ -102,24 +121,27 @@ def _placed_within(problem: Problem, searches: Sequence[Search], budget: int) ->
     choose from, and of two plans the one that takes less is taken only where the other does not fit.
     """
     rungs = rungs_within(budget, _OFFSET_BITS)
-    over_bytes, least = 0, None
+    over, least = None, None
     while True:
         live_budget = next(rungs) if least is None else least
         try:
-            solution = _within(problem, searches, live_budget)
+            chosen = _Chosen.of(problem, searches, live_budget)
         except PlanError as refusal:
             needed = budget + (refusal.shortfall_bytes or 0)
             if least is None and needed <= budget:
                 least = needed
                 continue
-            if not over_bytes:
+            if over is None:
                 raise
             break
-        over_bytes = max(solution.simulation.device_peak_bytes - budget, 0)
-        if not over_bytes:
-            return solution
+        over = chosen
+        if least_taken_bytes(problem, chosen.candidate) <= budget:
+            solution = chosen.completed(problem)
+            if solution.simulation.device_peak_bytes <= budget:
+                return solution
         if least is not None:
             break
+    over_bytes = over.completed(problem).simulation.device_peak_bytes - budget
     raise PlanError(
         f"device_budget of {budget} bytes ({format_bytes(budget)}) is {over_bytes} bytes short: the values of the best plan found "
         "leave gaps between them. The missing bytes would help.", over_bytes)

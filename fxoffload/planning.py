@@ -113,8 +113,9 @@ class Planning:
 
     def _check_device_pins(self) -> None:
         """Raises PlanError for pins that disagree, and for a parameter pinned to the device that cannot stay there."""
-        places = pinned_names(self.pins, (name for name, _ in named_weights(self.model)), PARAMETER_PLACES)
-        for name, weight in named_weights(self.model):
+        weights = dict(named_weights(self.model))
+        places = pinned_names(self.pins, weights, PARAMETER_PLACES)
+        for name, weight in weights.items():
             if places.get(name) != "device":
                 continue
             if not self.may_reside:
@@ -286,7 +287,7 @@ class Planning:
     # Making plans -----------------------------------------------------------------------------------------------------
 
     def _extend(self, graph: fx.Graph, context: Context, fingerprint: str) -> Solution:
-        if self.plan is None:
+        if self.plan is None and self.pins:
             for one in idle_pins(self.pins, value_names(graph, context.bounds), VALUE_PLACES):
                 raise PlanError(f"pin {one.pattern!r} to {one.place} matches no value of the sample's graph (dump_dir shows their names)")
         solution = self._solved(graph, pinned_values(self.pins, graph, context))
@@ -316,10 +317,11 @@ class Planning:
             footprint = replace(
                 footprint, scratch_bytes=scratch_bytes(live, placeable(live), workspace), between_steps_bytes=self._between_steps_bytes())
             context = replace(context, workspace=Donated(context.bounds))
-        pinned = pinned_names(self.pins, self.parameters(), PARAMETER_PLACES)
+        parameters = self.parameters()
+        pinned = pinned_names(self.pins, parameters, PARAMETER_PLACES)
         on_device = frozenset(n for n, place in pinned.items() if place == "device")
         return Problem(
-            graph, context, self.parameters(), self.machine, buffers + USER_SCALAR_BYTES + footprint.overhead_bytes,
+            graph, context, parameters, self.machine, buffers + USER_SCALAR_BYTES + footprint.overhead_bytes,
             self.resident if self.may_reside else frozenset(), on_device, frozenset(pinned) - on_device, self.states is not None,
             footprint, workspace, host_bytes=self._host_limit,
         )
@@ -332,13 +334,14 @@ class Planning:
 
     def _trained_residents(self) -> frozenset[str]:
         """Trained parameters that are, or may be, on the device."""
-        trained = {n: p.nbytes for n, p in named_weights(self.model) if p.requires_grad}
         if self.states is None:
             return frozenset()
+        weights = dict(named_weights(self.model))
+        trained = {n: p.nbytes for n, p in weights.items() if p.requires_grad}
         if self.resident is not None:
             return self.resident & trained.keys()
         pinned = pinned_names(self.pins, trained, PARAMETER_PLACES)
-        all_reside = sum(trained.values()) <= TRAINED_SHARE * sum(p.nbytes for _, p in named_weights(self.model))
+        all_reside = sum(trained.values()) <= TRAINED_SHARE * sum(p.nbytes for p in weights.values())
         return frozenset(n for n in trained if all_reside or pinned.get(n) == "device")
 
     def parameters(self) -> dict[str, Parameter]:
@@ -358,8 +361,9 @@ class Planning:
 
     def _homes(self) -> dict[str, Tier]:
         """The host tier of every parameter before any budget is looked at: the pinned one, else the machine's."""
-        pinned = pinned_names(self.pins, (n for n, _ in named_weights(self.model)), ("pinned", "pageable", "disk"))
-        return {name: Tier(pinned[name]) if name in pinned else self._host_tier() for name, _ in named_weights(self.model)}
+        names = [name for name, _ in named_weights(self.model)]
+        pinned = pinned_names(self.pins, names, ("pinned", "pageable", "disk"))
+        return {name: Tier(pinned[name]) if name in pinned else self._host_tier() for name in names}
 
     def _solved(self, graph: fx.Graph, context: Context) -> Solution:
         """The Solution that fits the host budget too: the faster one of those that swap less, and those that send to the disk what the host
@@ -429,11 +433,12 @@ class Planning:
         called = self._problem(graph, context)
         if not (called.footprint.by_offsets and self.budgets.pinned) or obstacle(graph) is not None:
             return self._solution(called)
+        replayed = self._recorded(called)
         try:
-            solution = replace(self._solution(self._recorded(called)), replays=True)
+            solution = replace(self._solution(replayed), replays=True)
         except PlanError:
             return self._solution(called)
-        more = self._recorded(called).footprint.needed_bytes(0) - called.footprint.needed_bytes(0)
+        more = replayed.footprint.needed_bytes(0) - called.footprint.needed_bytes(0)
         if obstacle(solution.lowered) is not None:
             return self._solution(called)
         if more * _NOTICEABLE < self.budgets.device_bytes:

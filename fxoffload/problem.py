@@ -72,7 +72,9 @@ def place_parameters(graph: fx.Graph, parameters: Mapping[str, Parameter], resid
     for node in graph.find_nodes(op="placeholder"):
         entry = info(node)
         if entry.role is Role.PARAMETER and entry.fqn is not None:
-            set_info(node, tier=Tier.DEVICE if entry.fqn in resident else parameters[entry.fqn].home)
+            tier = Tier.DEVICE if entry.fqn in resident else parameters[entry.fqn].home
+            if entry.tier is not tier:
+                set_info(node, tier=tier)
 
 
 def decide(name: str, graph: fx.Graph, context: Context) -> tuple[Decision, ...]:

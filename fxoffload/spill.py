@@ -11,14 +11,15 @@ from __future__ import annotations
 import functools
 import operator
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 import torch.fx as fx
+from torch.fx.node import Argument
 
 from . import ops
 from .effects import Tier
@@ -123,37 +124,43 @@ def events_of(graph: fx.Graph, live: Liveness, workspace: Callable[[fx.Node], in
     for i, node in enumerate(live.nodes):
         if not is_event(node):
             continue
+        read, makes = live.reads[i], live.makes[i]
         if node.target is ops.backward:
-            sources = [v for v in forward if isinstance(v, fx.Node)]
+            read = _aliased(forward, live)
+            makes = (*makes, *(s for s in live.first if s.is_tangent))
         elif node.op == "output":
-            sources = [v for v in (*forward, *gradients) if isinstance(v, fx.Node)]
-        else:
-            sources = node.all_input_nodes if node.target is not ops.lookup else [node.args[1]]  # type: ignore[list-item]
-        reads = dict.fromkeys(s for v in sources for s in live.of.get(v, ()) if _needed(s))
-        makes = tuple(s for s in live.defined_at(node) if s.tier is Tier.DEVICE) if node.op != "output" else ()
-        if node.target is ops.backward:
-            makes += tuple(s for s in live.first if s.is_tangent)
-        workspace_bytes = workspace(node)
-        events.append(Event(i, tuple(reads), makes, workspace_bytes, workspace_bytes + sum([s.n_bytes for s in makes])))
+            read = _aliased((*forward, *gradients), live)
+        elif node.target is ops.lookup:
+            read = _aliased((node.args[1],), live)
+        reads = tuple([s for s in read if s.tier is Tier.DEVICE or s.is_input])
+        made = tuple([s for s in makes if s.tier is Tier.DEVICE or s.is_input])
+        own_bytes = workspace_bytes = workspace(node)
+        for storage in made:
+            own_bytes += storage.n_bytes
+        events.append(Event(i, reads, made, workspace_bytes, own_bytes))
     return events
 
 
-def _needed(storage: Storage) -> bool:
-    return storage.tier is Tier.DEVICE or storage.is_input
+def _aliased(values: Iterable[Argument], live: Liveness) -> tuple[Storage, ...]:
+    """The Storages of those of the values that are nodes, each once."""
+    return tuple(dict.fromkeys([s for v in values if isinstance(v, fx.Node) for s in live.of.get(v, ())]))
 
 
 @dataclass(frozen=True, slots=True)
 class Ground:
     """What all scans of a Schedule with the same inputs fixed on the device share: the bytes of these, and what is read beside them.
 
-    `reads`: per event; `touches`: per event what it reads and makes, with the node index of the next use; `uses`: of every Storage the
-    node indices that read it; `returned`: what stays to the end; `border`: node index.
+    `reads`: per event; `touches`: per event what it reads and makes, with the node index of the next use; `touched_bytes`: of these;
+    `leaves`: per event what is used no more and not returned; `uses`: of every Storage the node indices that read it; `returned`: what
+    stays to the end; `border`: node index.
     """
 
     fixed: frozenset[Storage]
     fixed_bytes: int
     reads: list[tuple[Storage, ...]]
     touches: list[tuple[tuple[Storage, int], ...]]
+    touched_bytes: Bytes
+    leaves: list[tuple[Storage, ...]]
     uses: dict[Storage, list[int]]
     returned: frozenset[Storage]
     border: int
@@ -166,7 +173,7 @@ class Spiller:
                  kept: frozenset[Storage] = frozenset(), swapped: frozenset[Storage] = frozenset()) -> None:
         self.live, self.events, self.capacity = live, events, capacity_bytes
         self.kept, self.swapped = kept, swapped
-        self.reads, self.touches, self.uses = ground.reads, ground.touches, ground.uses
+        self.reads, self.touches, self.leaves, self.uses = ground.reads, ground.touches, ground.leaves, ground.uses
         self.returned, self.border = ground.returned, ground.border
         self.before_border = max((i for i, event in enumerate(events) if event.index < self.border), default=0)
         self.there: dict[Storage, int] = {}
@@ -209,19 +216,25 @@ class Spiller:
             self._make_room(incoming, event, reads)
         for storage in missing:
             self.result.loads.append(Load(storage, event.index, event.index))
-            self._enter(storage)
-        for storage in event.makes:
-            self._enter(storage)
+        for storage in (*missing, *event.makes) if missing else event.makes:
+            if storage not in there:
+                self._enter(storage)
         live_bytes = self.used_bytes + event.workspace_bytes
         if live_bytes > self.result.peak_bytes:
             self.result.peak_bytes, self.result.peak_index = live_bytes, event.index
-        upcoming, returned, swapped = self.upcoming, self.returned, self.swapped
-        for storage, next_use in self.touches[position]:
-            upcoming[storage] = next_use
-            if next_use == NEVER and storage not in returned:
+        self.upcoming.update(self.touches[position])
+        for storage in self.leaves[position] if not self.swapped else ():
+            self._leave(storage)
+        if self.swapped:
+            self._swap_out(event)
+
+    def _swap_out(self, event: Event) -> None:
+        """What is touched no more leaves, and what must leave until backward reads it."""
+        for storage, next_use in self.touches[self.position]:
+            if next_use == NEVER and storage not in self.returned:
                 self._leave(storage)
-            elif swapped and storage in swapped and storage in there and event.index < self.border < next_use:
-                self._evict(storage, event.index + 1, position)
+            elif storage in self.swapped and storage in self.there and event.index < self.border < next_use:
+                self._evict(storage, event.index + 1, self.position)
 
     def _make_room(self, incoming: int, event: Event, reads: tuple[Storage, ...]) -> None:
         over = self.used_bytes + incoming - self.capacity
@@ -240,7 +253,7 @@ class Spiller:
         when nothing larger is left."""
         upcoming, on_host = self.upcoming, self.on_host
         queue = [
-            (-min(upcoming[s] - index, _FAR) * (1.0 if s.is_input or s in on_host else 0.5) * (1e-3 if s.n_bytes * _CRUMBS < over else 1.0),
+            (-(ahead if (ahead := upcoming[s] - index) < _FAR else _FAR) * (1.0 if s.is_input or s in on_host else 0.5) * (1e-3 if s.n_bytes * _CRUMBS < over else 1.0),
              s.name, position)
             for position, s in enumerate(candidates)
         ]
@@ -267,11 +280,10 @@ class Spiller:
         self.result.spills.append(Spill(storage, after, max(self.events[until].index, after)))
 
     def _enter(self, storage: Storage) -> None:
-        if storage not in self.there:
-            self.there[storage] = self.touched[storage] = self.position
-            self.used_bytes += storage.n_bytes
-            if storage not in self.kept and not (self.in_backward and storage in self.returned):
-                self.movable[storage] = None
+        self.there[storage] = self.touched[storage] = self.position
+        self.used_bytes += storage.n_bytes
+        if storage not in self.kept and not (self.in_backward and storage in self.returned):
+            self.movable[storage] = None
 
     def _leave(self, storage: Storage) -> None:
         first = self.there.pop(storage, None)
@@ -289,6 +301,7 @@ class Schedule:
     live: Liveness
     events: list[Event]
     fixed: frozenset[Storage]
+    _staying: dict[frozenset[str], dict[Storage, list[int]]] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     @staticmethod
     def of(graph: fx.Graph, bounds: Bounds, workspace: Callable[[fx.Node], int] = no_workspace) -> Schedule:
@@ -345,36 +358,51 @@ class Schedule:
 
         That is at each event what it touches and needs itself, what is kept, and in backward what is returned and was there since.
         """
-        needed, beside = [event.workspace_bytes for event in self.events], [0] * (len(self.events) + 1)
-        touches: dict[Storage, list[int]] = {}
-        for i, touched in enumerate(ground.touches):
-            for storage in dict.fromkeys(storage for storage, _ in touched):
-                needed[i] += storage.n_bytes
-                if storage in ground.returned or storage.name in kept:
-                    touches.setdefault(storage, []).append(i)
+        beside = np.zeros(len(self.events) + 1, dtype=np.int64)
         border = bisect_left(self.events, ground.border, key=lambda event: event.index)
-        for storage, at in touches.items():
+        for storage, at in self._touches_of_staying(kept).items():
+            if storage in ground.fixed:
+                continue
             at = at if storage.name in kept else at[bisect_left(at, border) :]
             for after, before in pairwise((*at, len(self.events)) if storage in ground.returned else at):
                 beside[after + 1] += storage.n_bytes
                 beside[before] -= storage.n_bytes
-        return ground.fixed_bytes + max((one + more for one, more in zip(needed, accumulate(beside))), default=0)
+        needed = ground.touched_bytes + self.workspace + np.cumsum(beside[:-1])
+        return ground.fixed_bytes + (int(needed.max()) if self.events else 0)
+
+    def _touches_of_staying(self, kept: frozenset[str]) -> dict[Storage, list[int]]:
+        """The numbers of the events that touch each Storage that is returned or named in `kept`."""
+        if kept not in self._staying:
+            touches: dict[Storage, list[int]] = {}
+            for i, touched in enumerate(self._least_ground.touches):
+                for storage, _ in touched:
+                    if storage in self._least_ground.returned or storage.name in kept:
+                        touches.setdefault(storage, []).append(i)
+            self._staying[kept] = touches
+        return self._staying[kept]
 
     def ground(self, resident: frozenset[str] = frozenset()) -> Ground:
         """The Ground with those inputs fixed on the device besides the ones the graph has there."""
         fixed, least = self._fixed_with(resident), self._least_ground
         more = fixed - least.fixed
-        reads, touches, uses = least.reads.copy(), least.touches.copy(), least.uses.copy()
+        reads, touches, leaves, uses = least.reads.copy(), least.touches.copy(), least.leaves.copy(), least.uses.copy()
+        touched_bytes = least.touched_bytes.copy()
         for at in {self.position[index] for storage in more for index in uses.pop(storage, ())}:
+            touched_bytes[at] -= sum([s.n_bytes for s in reads[at] if s in more])
             reads[at] = tuple([s for s in reads[at] if s not in more])
             touches[at] = tuple([touch for touch in touches[at] if touch[0] not in more])
-        return replace(least, fixed=fixed, fixed_bytes=sum(s.n_bytes for s in fixed), reads=reads, touches=touches, uses=uses)
+            leaves[at] = tuple([s for s in leaves[at] if s not in more])
+        return replace(
+            least, fixed=fixed, fixed_bytes=sum(s.n_bytes for s in fixed), reads=reads, touches=touches, touched_bytes=touched_bytes,
+            leaves=leaves, uses=uses)
 
     @functools.cached_property
     def _least_ground(self) -> Ground:
         reads = [tuple([s for s in event.reads if s not in self.fixed]) for event in self.events]
         uses: dict[Storage, list[int]] = {}
         touches = []
+        touched_bytes = np.array(
+            [sum([s.n_bytes for s in (*storages, *event.makes)]) for event, storages in zip(self.events, reads)], dtype=np.int64)
         upcoming: dict[Storage, int] = {}
         for event, storages in zip(reversed(self.events), reversed(reads)):
             touches.append(tuple([(s, upcoming.get(s, NEVER)) for s in (*storages, *event.makes)]))
@@ -389,4 +417,6 @@ class Schedule:
         kept = {s for v in results for s in self.live.of.get(v, ()) if not s.is_input} | {s for s in self.live.first if s.is_tangent}
         border = self.graph.find_nodes(op="call_function", target=ops.backward)
         at_border = self.live.index[border[0]] if border else NEVER
-        return Ground(self.fixed, sum(s.n_bytes for s in self.fixed), reads, touches, uses, frozenset(kept), at_border)
+        leaves = [tuple([s for s, next_use in touched if next_use == NEVER and s not in kept]) for touched in touches]
+        fixed_bytes = sum(s.n_bytes for s in self.fixed)
+        return Ground(self.fixed, fixed_bytes, reads, touches, touched_bytes, leaves, uses, frozenset(kept), at_border)

@@ -43,6 +43,7 @@ class Workspace:
         self.dispatch = dispatch if dispatch is not None else Dispatch.of(device_type)
         self.multiprocessors = multiprocessors or _MOST_MULTIPROCESSORS
         self._known: dict[object, int] = {}
+        self._told: dict[tuple[object, ...], tuple[list[object], int]] = {}
         self._may_need_any = remembered(lambda target: self._formula(target) is not None or target in _KERNELS)
 
     def __eq__(self, other: object) -> bool:
@@ -55,9 +56,17 @@ class Workspace:
     def __call__(self, node: fx.Node) -> int:
         if node.op != "call_function" or not self._may_need_any(node.target):
             return 0
+        named = self.kernel_of(node) if node.target in attention.BOTH else None
+        values = [node.meta.get("val"), *[operand.meta.get("val") for operand in node.all_input_nodes]]
+        key = (id(node.target), named, *map(id, values))
+        if key not in self._told:
+            # The entry holds the values, which tell a node and its copies from all others, so that their ids cannot become others'.
+            self._told[key] = (values, self._bytes_of(node, named))
+        return self._told[key][1]
+
+    def _bytes_of(self, node: fx.Node, named: str | None) -> int:
         formula, kernel = self._formula(node.target), _KERNELS.get(node.target)
         args = self._operands(node)
-        named = self.kernel_of(node) if node.target in attention.BOTH else None
         key = (node.target, named, str([_described(a) for a in tree_leaves(args, is_leaf=lambda a: a is None)]))
         if key not in self._known:
             self._known[key] = formula(*args) if formula is not None else self._composed(node.target, kernel, args, named)  # type: ignore[arg-type]

@@ -16,13 +16,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from zoo import FAMILIES
 
+from fxoffload import planner
 from fxoffload.api import captured, planning_options
 from fxoffload.buckets import GROUP_BYTES
 from fxoffload.candidates import Recipe, completed, decided, free_names, least_s, recipes, recomputed, settled, swept
 from fxoffload.dry import model_without_weights
 from fxoffload.errors import PlanError
 from fxoffload.exact import solve_exactly
-from fxoffload.ladder import rungs_within, step_of
+from fxoffload.ladder import Search, rungs_within, step_of
+from fxoffload.least_map import least_taken_bytes
 from fxoffload.machine import load_machine, machine_from
 from fxoffload.optimizer_states import optimizer_states
 from fxoffload.planner import Problem, Searches, Solution, solve
@@ -135,6 +137,19 @@ def placed_problem() -> Problem:
         one = session.planning.problem(session.captured)
     assert one.footprint.by_offsets
     return one
+
+
+@pytest.mark.integration
+def test_a_candidate_takes_no_less_at_its_offsets_than_is_told_before_it_is_lowered() -> None:
+    one, told = placed_problem(), []
+    search = Search(one, frozenset())
+    for eighths in range(8, 1, -1):
+        search.run(search._ample_bytes * eighths // 8)
+        if search.best is not None:
+            taken = planner._complete(one, search.best, None).simulation.device_peak_bytes
+            told.append(least_taken_bytes(one, search.best) / taken)
+    assert len(told) > 3 and max(told) <= 1
+    assert min(told) > 0.8, "a bound that tells next to nothing"
 
 
 @pytest.mark.integration

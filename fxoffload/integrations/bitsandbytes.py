@@ -7,7 +7,7 @@ stay on the device like buffers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,17 +89,18 @@ def _pack_8bit(layer: Any, plain: torch.Tensor) -> None:
     layer.weight = Int8Params(packed, requires_grad=False, CB=packed, SCB=scale)
 
 
-def scales(model: nn.Module) -> Iterator[StateTensor]:
-    """The block scales of every packed weight: frozen parameters in all but name."""
-    for name, state in _states(model):
+def scales(model: nn.Module, parameters: Sequence[tuple[str, torch.Tensor]]) -> Iterator[StateTensor]:
+    """The block scales of every packed weight: frozen parameters in all but name. `parameters`: the model's, by name."""
+    for name, state in _states(parameters):
         yield StateTensor(f"{name}.absmax", state, "absmax")
-    for name, layer in _layers_8bit(model):
-        yield StateTensor(f"{name}.weight.SCB", layer.state, "SCB")
+    if any("SCB" in parameter.__dict__ for _, parameter in parameters):
+        for name, layer in _layers_8bit(model):
+            yield StateTensor(f"{name}.weight.SCB", layer.state, "SCB")
 
 
 def tables(model: nn.Module) -> Iterator[StateTensor]:
     """The small tensors of every packed weight's state: buffers in all but name. Weights may share one."""
-    for name, state in _states(model):
+    for name, state in _states(model.named_parameters()):
         for path in _TABLES:
             *inner, attribute = path.split(".")
             holder = getattr(state, inner[0], None) if inner else state
@@ -117,8 +118,8 @@ def move_tables(model: nn.Module, device: torch.device) -> bool:
     return bool(moved)
 
 
-def _states(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    for name, parameter in model.named_parameters():
+def _states(parameters: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, Any]]:
+    for name, parameter in parameters:
         state = parameter.__dict__.get("quant_state")
         if state is not None:
             yield name, state
