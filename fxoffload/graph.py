@@ -178,7 +178,9 @@ def by_name(graph: fx.Graph) -> dict[str, fx.Node]:
 
 def copy_node(graph: fx.Graph, node: fx.Node, operand: Callable[[fx.Node], fx.Node]) -> fx.Node:
     """A copy of `node` at the insertion point of `graph`, with other operands and the same values."""
-    new = graph.create_node(node.op, node.target, name=node.name, type_expr=node.type)
+    # A name of its own beside the original: torch 2.11 tries one number after the other for a name that is taken.
+    name = f"{node.name}_again" if graph is node.graph else node.name
+    new = graph.create_node(node.op, node.target, name=name, type_expr=node.type)
     # Set afterwards: create_node looks for symbols in all arguments it is given, which takes longer than the rest of it. And set past
     # Node.__setattr__, which takes the node out of the graph's index by target and puts it back whatever is set.
     if node.args:
