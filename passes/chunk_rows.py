@@ -38,6 +38,8 @@ class _Chunks:
         self.graph, self.reading, self.n = graph, reading, n
         self.names = Names(graph)
         self.path = name_of(reading.product).rpartition("/")[0]
+        # By the first size, the others and the dtype: making one with symbols takes long.
+        self.fakes: dict[tuple[object, ...], torch.Tensor] = {}
 
     def rewrite(self) -> None:
         """Puts the chunks before what reads their results."""
@@ -74,7 +76,10 @@ class _Chunks:
         return clone
 
     def _resized(self, value: torch.Tensor, rows: int | torch.SymInt) -> torch.Tensor:
-        return fake_like(value, (rows, *value.shape[1:]), value.dtype)
+        key = (str(rows), *map(str, value.shape[1:]), value.dtype)
+        if key not in self.fakes:
+            self.fakes[key] = fake_like(value, (rows, *value.shape[1:]), value.dtype)
+        return self.fakes[key]
 
     def _call(self, target: object, args: tuple[object, ...], value: object) -> fx.Node:
         made = self.graph.call_function(target, args)  # type: ignore[arg-type]
