@@ -17,7 +17,7 @@ from .graph import Bounds, border_of, name_of
 
 _aten = torch.ops.aten
 # With one value of logits' size and numbers, or two such values.
-_ROW_WISE = frozenset({
+ROW_WISE = frozenset({
     _aten._to_copy.default, _aten.mul.Tensor, _aten.mul.Scalar, _aten.div.Tensor, _aten.div.Scalar, _aten.neg.default, _aten.tanh.default,
     _aten.tanh_backward.default,
 })
@@ -170,7 +170,7 @@ class _Finder:
         found = [log_softmax]
         while True:
             above = self._resolved(_operand(found[-1], 0), found[-1])
-            if above.target not in _ROW_WISE or len(above.all_input_nodes) > 1:
+            if above.target not in ROW_WISE or len(above.all_input_nodes) > 1:
                 return above, tuple(reversed(found))
             found.append(above)
 
@@ -197,7 +197,7 @@ class _Finder:
             raise _Unfit(f"{name_of(softmax)} reads the gradient of nll_loss")
         found.append(softmax)
         while True:
-            below = [n for n in self._readers(found[-1]) if n.target in _ROW_WISE]
+            below = [n for n in self._readers(found[-1]) if n.target in ROW_WISE]
             if not below:
                 return tuple(found)
             self._check_row_wise(self._only(below, f"the gradient {name_of(found[-1])}"), (found[-1], *forward))

@@ -2,7 +2,7 @@
 
 An output that the graph returns drags a full-size tangent into backward and lives into the next forward (the logits of an 8B
 model at 4 x 2048 tokens: 2 + 2 GiB). So the graph returns, in place of every larger output, an empty tensor whose shape carries the
-output's; the caller gets a `LazyTensor` that runs one planned forward without gradients on its first use.
+output's; the caller gets a `LazyTensor` (`lazy`) that runs one planned forward without gradients on its first use.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import torch
 import torch.fx as fx
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils import _pytree as pytree
 
 from .graph import returned
+from .lazy import LazyTensor, Rows
 
 
 def only_loss(out: Any) -> Any:
@@ -83,13 +83,15 @@ def _leaves(value: Any) -> list[Any]:
     return [value]
 
 
-def with_lazy_outputs(out: Any, compute: Callable[[], Mapping[str, Any]]) -> Any:
-    """`out` whose shadows are LazyTensors; the first one read calls `compute`, once for all of them."""
+def with_lazy_outputs(out: Any, compute: Callable[[], Mapping[str, Any]], by_rows: bool) -> Any:
+    """`out` whose shadows are LazyTensors; the first one read calls `compute`, once for all of them. `by_rows`: what it gives may be rows."""
     results: list[Mapping[str, Any]] = []
+    pending = [compute]
 
     def read(key: str, path: tuple[int, ...]) -> torch.Tensor:
         if not results:
-            results.append(compute())
+            results.append(pending[0]())
+            pending.clear()  # what it holds of the call lives no longer than it must
         value = results[0][key]
         for position in path:
             value = value[position]
@@ -97,16 +99,33 @@ def with_lazy_outputs(out: Any, compute: Callable[[], Mapping[str, Any]]) -> Any
 
     for key in list(out.keys()):
         if key != "loss":
-            out[key] = _lazy(out[key], key, (), read)
+            out[key] = _lazy(out[key], by_rows, functools.partial(read, key), ())
     return out
 
 
-def _lazy(value: Any, key: str, path: tuple[int, ...], read: Callable[[str, tuple[int, ...]], torch.Tensor]) -> Any:
+def _lazy(value: Any, by_rows: bool, read: Callable[[tuple[int, ...]], torch.Tensor], path: tuple[int, ...]) -> Any:
     if _is_shadow(value):
-        return LazyTensor(value, lambda: read(key, path))
+        return LazyTensor.of(LeftOutOfTraining(by_rows, lambda: read(path)), value.shape[1:], value.dtype, value.device)
     if isinstance(value, (tuple, list)):
-        return type(value)([_lazy(item, key, (*path, i), read) for i, item in enumerate(value)])
+        return type(value)([_lazy(item, by_rows, read, (*path, i)) for i, item in enumerate(value)])
     return value
+
+
+class LeftOutOfTraining:
+    """The Source of an output that a training graph has left out: what a forward alone returns in its place, which may be rows again."""
+
+    def __init__(self, by_rows: bool, read: Callable[[], torch.Tensor]) -> None:
+        self.by_rows, self._read = by_rows, read
+
+    def whole(self) -> torch.Tensor:
+        """The output."""
+        value = self._read()
+        return value.materialize() if isinstance(value, LazyTensor) else value
+
+    def rows(self) -> Rows | None:
+        """Of the output, None where it is there."""
+        value = self._read()
+        return value._root.source.rows() if isinstance(value, LazyTensor) else None
 
 
 class Writes:
@@ -147,62 +166,3 @@ def _watch_optimizers() -> None:
             writes._note(optimizer)
 
     register_optimizer_step_post_hook(stepped)
-
-
-class LazyTensor(torch.Tensor):
-    """A detached tensor that is computed when an operation first reads it. Shape, dtype and device are known before."""
-
-    _compute: Callable[[], torch.Tensor] | None
-    _value: torch.Tensor | None
-
-    @staticmethod
-    def __new__(cls, shadow: torch.Tensor, compute: Callable[[], torch.Tensor]) -> LazyTensor:
-        made = torch.Tensor._make_wrapper_subclass(
-            cls, shadow.shape[1:], dtype=shadow.dtype, device=shadow.device, requires_grad=False
-        )
-        made._compute, made._value = compute, None
-        return made  # type: ignore[no-any-return]
-
-    def materialize(self) -> torch.Tensor:
-        """The plain tensor, computed on the first call."""
-        if self._value is None:
-            assert self._compute is not None
-            self._value = self._compute()
-            self._compute = None
-        return self._value
-
-    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
-        return repr(self.materialize())
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _FREE:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
-        if func in _DEFERRED and isinstance(args[0], LazyTensor):
-            return _defer(func, args, kwargs or {})
-        plain_args, plain_kwargs = pytree.tree_map_only(LazyTensor, LazyTensor.materialize, (args, kwargs or {}))
-        return func(*plain_args, **plain_kwargs)
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        plain_args, plain_kwargs = pytree.tree_map_only(LazyTensor, LazyTensor.materialize, (args, kwargs or {}))
-        return func(*plain_args, **plain_kwargs)
-
-
-def _defer(func: Any, args: Any, kwargs: Any) -> LazyTensor:
-    """`func` of a LazyTensor as another one: a dtype conversion nobody reads costs nothing."""
-    source = args[0]
-    with torch._C.DisableTorchFunctionSubclass():
-        meta = func(torch.empty((0, *source.shape), dtype=source.dtype, device=source.device), *args[1:], **kwargs)
-    return LazyTensor(meta, lambda: func(source.materialize(), *args[1:], **kwargs))
-
-
-_FREE = frozenset({
-    torch.Tensor.shape.__get__, torch.Tensor.dtype.__get__, torch.Tensor.device.__get__, torch.Tensor.ndim.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.requires_grad.__get__, torch.Tensor.is_leaf.__get__, torch.Tensor.layout.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.grad_fn.__get__,  # type: ignore[union-attr]
-    torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.is_floating_point, torch.Tensor.is_complex,
-    torch.Tensor.element_size, torch.Tensor.__len__, torch.Tensor.ndimension,
-})
-_DEFERRED = frozenset({torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16, torch.Tensor.double, torch.Tensor.detach})

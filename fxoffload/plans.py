@@ -81,11 +81,18 @@ class Bucket:
 @dataclass(frozen=True, slots=True)
 class Chunk:
     """The cross-entropy at node `value` is computed in `chunks` of rows, with their part of backward; the gradient of a trained head is
-    summed in `blocks` of its classes."""
+    summed in `blocks` of its classes. Where `value` is a product: what is read of its rows is computed in `chunks` of them."""
 
     value: str
     chunks: int
     blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Defer:
+    """The output `value` is not made: the graph returns the rows that its product with the head would be made of."""
+
+    value: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +102,8 @@ class Lookup:
     value: str
 
 
-Decision = Reside | Gather | SwapOut | SwapIn | Sink | Recompute | Bucket | Chunk | Lookup
-_KINDS: dict[str, type] = {k.__name__.lower(): k for k in (Reside, Gather, SwapOut, SwapIn, Sink, Recompute, Bucket, Chunk, Lookup)}
+Decision = Reside | Gather | SwapOut | SwapIn | Sink | Recompute | Bucket | Chunk | Defer | Lookup
+_KINDS: dict[str, type] = {k.__name__.lower(): k for k in (Reside, Gather, SwapOut, SwapIn, Sink, Recompute, Bucket, Chunk, Defer, Lookup)}
 
 
 @dataclass(frozen=True, slots=True)

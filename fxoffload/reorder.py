@@ -1,6 +1,7 @@
-"""What `numerics="reordered"` adds to a search: the same step with its cross-entropy in chunks of rows, where that is a better plan.
+"""What `numerics="reordered"` adds to a search: the same step with its cross-entropy in chunks of rows, where that is a better plan, and
+without the logits that a forward alone would return, where the budget has no room to read them.
 
-Nothing else of a search changes: a chunked graph is a Problem like any other, and its Solution begins with the Chunk decisions.
+Nothing else of a search changes: a chunked graph is a Problem like any other, and its Solution begins with the Defer and Chunk decisions.
 """
 
 from __future__ import annotations
@@ -10,34 +11,43 @@ from dataclasses import dataclass, replace
 
 import torch.fx as fx
 
+from .cost import node_s
+from .effects import Channel
 from .errors import PlanError
 from .graph import copy_graph, name_of
+from .heads import Head, find_heads
 from .losses import Whole, find_losses
 from .planner import Problem, Solution, solve
 from .problem import apply, decide
-from .plans import Chunk, Decision, GraphPlan, Prediction
+from .plans import Chunk, Decision, Defer, GraphPlan, Prediction
+from .readings import find_readings
 from .reasons import Tried
 
 # Far above the size from which kernels have their full rate, and the few chunks that are alive at once are small beside a block of a
 # large model. A small budget has small chunks.
 _CHUNK_BYTES = 256 << 20
 _BUDGET_SHARE = 1 / 32
+# Beside what is read of rows there is nothing but these and a few chunks.
+_READING_SHARE = 1 / 8
 # What is tried when nothing of that size fits.
 _SMALLER = 4
 
 
 def solve_reordered(problem: Problem) -> Solution:
-    """The fastest Solution, with logits whole or in chunks. Raises PlanError with the smallest shortfall when none fits."""
+    """The fastest Solution, with logits whole, in chunks or left to be made when they are read. Raises PlanError with the smallest
+    shortfall when none fits."""
     limit = _limit_bytes(problem)
-    tries = [_Variant((), problem), *_chunked(problem, limit)]
+    tries = list(_variants(problem, limit))
     found, refused = _solutions(tries)
     if not found:
-        found, refused_too = _solutions([v for v in _chunked(problem, max(1, limit // _SMALLER)) if v.decisions not in [t.decisions for t in tries]])
+        smaller = [v for v in _variants(problem, max(1, limit // _SMALLER)) if v.decisions not in [t.decisions for t in tries]]
+        found, refused_too = _solutions(smaller)
         refused += refused_too
     if not found:
         raise min(refused, key=lambda error: error.shortfall_bytes or 0)
-    best = min(found, key=lambda solution: solution.estimated_s)
-    return replace(best, tried=tuple(one for solution in found for one in solution.tried))
+    readable = [one for one in found if one.is_readable] or found
+    best = min(readable, key=lambda one: one.seconds).solution
+    return replace(best, tried=tuple(tried for one in found for tried in one.solution.tried))
 
 
 def whole_losses(graph: fx.Graph) -> list[str]:
@@ -48,10 +58,11 @@ def whole_losses(graph: fx.Graph) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class _Variant:
-    """The Problem after its Chunk decisions."""
+    """The Problem after its decisions. `heads`: outputs that it could leave out, or has."""
 
     decisions: tuple[Decision, ...]
     problem: Problem
+    heads: tuple[Head, ...] = ()
 
     def solve(self) -> Solution:
         """Raises PlanError when nothing fits."""
@@ -61,29 +72,88 @@ class _Variant:
 
     def _told(self, one: Tried) -> Tried:
         chunks = max((d.chunks for d in self.decisions if isinstance(d, Chunk)), default=1)
-        return one if chunks == 1 else replace(one, recipe=f"logits in {chunks} chunks, {one.recipe}")
+        told = [f"logits in {chunks} chunks"] if chunks > 1 else []
+        told += ["logits when they are read"] if self.defers else []
+        return replace(one, recipe=", ".join([*told, one.recipe]))
+
+    @property
+    def defers(self) -> bool:
+        """Whether outputs are left to be made when they are read."""
+        return any(isinstance(d, Defer) for d in self.decisions)
+
+    def reading_s(self, resident: frozenset[str]) -> float:
+        """Seconds of the products that are left for when the outputs are read, and of copying what they read that does not reside."""
+        bounds, machine, parameters = self.problem.context.bounds, self.problem.machine, self.problem.parameters
+        heads = self.heads if self.defers else ()
+        copied = [parameters[name] for head in heads for name in head.parameters if name not in resident]
+        copies_s = sum(machine.transfer_s(p.n_bytes, Channel.H2D, p.home) for p in copied)
+        return copies_s + sum(node_s(head.product, bounds, machine)[1] for head in heads)
+
+    def reading_bytes(self) -> int:
+        """What is there when an output is read whole, as metrics do: it, the same in fp32, and its log-probabilities."""
+        bounds = self.problem.context.bounds
+        return 0 if self.defers else sum(h.n_bytes(bounds) + 2 * h.fp32_bytes(bounds) for h in self.heads)
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A variant's Solution."""
+
+    variant: _Variant
+    solution: Solution
+
+    @property
+    def seconds(self) -> float:
+        """Of the graph, and of reading once what it leaves out."""
+        return self.solution.estimated_s + self.variant.reading_s(self.solution.resident)
+
+    @property
+    def is_readable(self) -> bool:
+        """Whether the budget has room to read the outputs beside what resides."""
+        problem, reading_bytes = self.variant.problem, self.variant.reading_bytes()
+        budget = problem.context.device_budget_bytes
+        if budget is None or not reading_bytes:
+            return True
+        reside = [problem.parameters[name] for name in sorted(self.solution.resident)]
+        fixed = problem.fixed_bytes + sum(p.n_bytes + p.gradient_bytes + p.state_bytes for p in reside)
+        return problem.footprint.needed_bytes(fixed + reading_bytes) <= budget
 
 
 def _limit_bytes(problem: Problem) -> int:
     budget = problem.context.device_budget_bytes
-    return _CHUNK_BYTES if budget is None else max(1, min(_CHUNK_BYTES, int(budget * _BUDGET_SHARE)))
+    share = _READING_SHARE if find_readings(problem.graph) else _BUDGET_SHARE
+    return _CHUNK_BYTES if budget is None else max(1, min(_CHUNK_BYTES, int(budget * share)))
 
 
-def _chunked(problem: Problem, limit_bytes: int) -> Iterator[_Variant]:
-    """The Problem with each loss beyond the limit in chunks; nothing when there is no such loss."""
-    context = problem.context
-    decisions = decide("plan-chunks", problem.graph, replace(context, options={"limit_bytes": limit_bytes}))
+def _variants(problem: Problem, limit_bytes: int) -> Iterator[_Variant]:
+    """The Problem as it is, and without the outputs beyond the limit that rows can make; and each with what is beyond it in chunks."""
+    deferrals = _decided("plan-deferrals", problem, limit_bytes)
+    names = [d.value for d in deferrals if isinstance(d, Defer)]
+    whole = _Variant((), problem, tuple(h for h in find_heads(problem.graph) if name_of(h.output) in names))
+    for variant in (whole, *_applied(whole, deferrals, "defer-outputs")):
+        yield variant
+        yield from _applied(variant, _decided("plan-chunks", variant.problem, limit_bytes), "chunk-loss", "chunk-rows")
+
+
+def _decided(planner: str, problem: Problem, limit_bytes: int) -> tuple[Decision, ...]:
+    return decide(planner, problem.graph, replace(problem.context, options={"limit_bytes": limit_bytes}))
+
+
+def _applied(variant: _Variant, decisions: tuple[Decision, ...], *rewrites: str) -> Iterator[_Variant]:
+    """The variant after these decisions too; nothing when there are none."""
     if decisions:
-        applied = replace(context, plan=GraphPlan("", decisions, (), Prediction(0, 0)))
-        yield _Variant(decisions, replace(problem, graph=apply(copy_graph(problem.graph), applied, ["chunk-loss"])))
+        problem = variant.problem
+        applied = replace(problem.context, plan=GraphPlan("", decisions, (), Prediction(0, 0)))
+        graph = apply(copy_graph(problem.graph), applied, rewrites)
+        yield _Variant(variant.decisions + decisions, replace(problem, graph=graph), variant.heads)
 
 
-def _solutions(variants: list[_Variant]) -> tuple[list[Solution], list[PlanError]]:
+def _solutions(variants: list[_Variant]) -> tuple[list[_Found], list[PlanError]]:
     """What fits of the variants, and the refusals of the others."""
     found, refused = [], []
     for variant in variants:
         try:
-            found.append(variant.solve())
+            found.append(_Found(variant, variant.solve()))
         except PlanError as error:
             refused.append(error)
     return found, refused

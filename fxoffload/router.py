@@ -99,7 +99,8 @@ class Router:
             return self.free_form(self.session.model, args, kwargs)
         call = self._prepared(args, kwargs)
         out, lazy = self._run(call)
-        return with_lazy_outputs(out, lazy) if lazy is not None and has_shadows(out) else out
+        by_rows = self.session.options.numerics == "reordered"
+        return with_lazy_outputs(out, lazy, by_rows) if lazy is not None and has_shadows(out) else out
 
     def capture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Captures and plans the step of this call without running it."""
@@ -125,6 +126,7 @@ class Router:
         for generation in self.generations:
             generation.step.forget()
         self.generations.clear()
+        self.session.reads.forget()
         self.walks.forget()
         self.scope, self.maxima = {}, {}
 
@@ -179,26 +181,46 @@ class Router:
         lazily = torch.is_grad_enabled() and self.shadows
         # Before what is issued early moves the device's generator on.
         drawn = LazyCall.drawn(self.session.options.device) if lazily else {}
-        with self._early(call):
-            generation = self._generation(call)
-            is_new = generation not in self.generations
-            self.maxima, self.scope = generation.maxima, {"module": self.session.model, "args": call.args, "kwargs": call.kwargs}
+        with self._early(call), call.look.entered():
             walk = self.walks.now()
             lazy = LazyCall(self, call, drawn, walk) if lazily else None
-            try:
-                with self.session.home.entered(), capture_config(), call.look.entered():
-                    out = generation.step(self.session.model, call.args, call.kwargs, self._variant(walk))
-            except CAPTURE_FAILURES as error:
-                raise self._failure(error) from None
-            except CaptureComplete:
-                if is_new:
-                    self.generations.append(generation)
-                raise
-            finally:
-                self.scope = {}
+            generation = self._generation(self.generations, call.batch, self._step_function)
+            scope = {"module": self.session.model, "args": call.args, "kwargs": call.kwargs}
+            return self._stepped(self.generations, generation, scope, walk), lazy
+
+    def _stepped(self, generations: list[Generation], generation: Generation, scope: dict[str, object], walk: Walk) -> Any:
+        """What the generation's function gives for its arguments, `scope`. A new one joins the generations when it is captured."""
+        is_new = generation not in generations
+        self.maxima, self.scope = generation.maxima, scope
+        try:
+            with self.session.home.entered(), capture_config():
+                out = generation.step(*scope.values(), self._variant(walk))
+        except CAPTURE_FAILURES as error:
+            raise self._failure(error) from None
+        except CaptureComplete:
             if is_new:
-                self.generations.append(generation)
-            return out, lazy
+                generations.append(generation)
+            raise
+        finally:
+            self.scope = {}
+        if is_new:
+            generations.append(generation)
+        return out
+
+    def read(
+        self, generations: list[Generation], function: Callable[[], Callable[..., Any]], batch: list[tuple[str, torch.Tensor]],
+        most: Mapping[str, Shape], scope: dict[str, object],
+    ) -> Any:
+        """What the function of rows that `function` makes gives, planned for shapes up to `most` and those of the batch before it runs.
+        `generations`: of this function."""
+        for is_last in (False, True):
+            generation = self._generation(generations, batch, function, most)
+            try:
+                return self._stepped(generations, generation, scope, self.walks.now())
+            except Recapture:
+                if is_last:
+                    raise PlanError("the model changes while it is captured") from None
+        raise AssertionError("unreachable")
 
     def _early(self, call: Call) -> contextlib.AbstractContextManager[None]:
         """Inside, what was replayed in the last call in this mode runs already, if it can."""
@@ -228,14 +250,22 @@ class Router:
             return Recapture()
         return PlanError(f"the model cannot be captured as one graph: {_hint(self.session.model)}{failure_text(error)}")
 
-    def _generation(self, call: Call) -> Generation:
-        for generation in self.generations:
-            if generation.covers(call.batch):
-                _learn(generation.maxima, call.batch, self.session.options.max_shape)
+    def _generation(
+        self, generations: list[Generation], batch: list[tuple[str, torch.Tensor]], function: Callable[[], Callable[..., Any]],
+        most: Mapping[str, Shape] | None = None,
+    ) -> Generation:
+        """The first that covers the batch, else a new one of `function()`. `most`: the shapes to plan for, None: those that are met."""
+        declared = self.session.options.max_shape if most is None else {}
+        for generation in generations:
+            if generation.covers(batch):
+                _learn(generation.maxima, batch, declared)
                 return generation
-        maxima = dict(self.generations[-1].maxima) if self.generations else {}
-        _learn(maxima, call.batch, self.session.options.max_shape)
-        return Generation(maxima, CompiledStep(_step_function(self.session.options.outputs, self.shadows), self.session.backend))
+        maxima = dict(most) if most is not None else dict(generations[-1].maxima) if generations else {}
+        _learn(maxima, batch, declared)
+        return Generation(maxima, CompiledStep(function(), self.session.backend))
+
+    def _step_function(self) -> Callable[..., Any]:
+        return _step_function(self.session.options.outputs, self.shadows)
 
 
 class LazyCall:

@@ -20,7 +20,8 @@ from .compile_cache.files import Files
 from .compile_cache.store import CompileCache, Restoring, Storing
 from .dispatch import settle_order
 from .footprint import Footprint
-from .graph import Role, output_of, root_of
+from .graph import Role, name_of, output_of, root_of
+from .heads import find_heads
 from .heap import Litter, heap_at_rest
 from .integrations import transformers
 from .joint import InputRef, step_graph
@@ -30,9 +31,10 @@ from .neutral import neutralize
 from .optimizer_states import States
 from .pins import Pin
 from .planning import Budgets, Planning
-from .plans import Plan
+from .plans import Defer, Plan
 from .outputs import Writes, returns_shadows
 from .places import Places, moves_in_place
+from .reads import LeftOut, Reads
 from .router import CaptureComplete, Recapture, Router
 from .runtime.allocator import Cap, meter_for
 from .runtime.device_arena import DeviceArena, for_device
@@ -49,6 +51,8 @@ log = logging.getLogger("fxoffload")
 
 # On the output node of a lowered graph: whether it is to be replayed from a recording; on those of its halves: that node.
 _REPLAYS, _WHOLE = "fxoffload_replays", "fxoffload_whole"
+# On the output node of a lowered graph: the outputs it leaves out, as LeftOut.
+_LEFT_OUT = "fxoffload_left_out"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +98,7 @@ class Session:
         self.litter = Litter()
         settle_order(options.device)
         self.router = Router(self)
+        self.reads = Reads(self)
         self.places = Places(model, options.device)
         self.writes = Writes(model)
         self._trainable = frozenset(n for n, p in model.named_parameters() if p.requires_grad)
@@ -196,7 +201,22 @@ class Session:
         self._note_wrappers()
         output = lowered.output_node()
         output.args = (output.args[0][0],)  # type: ignore[index]
-        return self._executable(lowered, self.engine.settle)
+        run = self._executable(lowered, self.engine.settle)
+        left_out: tuple[LeftOut, ...] = output.meta.get(_LEFT_OUT, ())
+        return self._with_lazy(run, left_out) if left_out else run
+
+    def _with_lazy(self, run: Callable[..., Any], left_out: tuple[LeftOut, ...]) -> Callable[..., Any]:
+        """`run` with what makes them in the place of rows of outputs that the graph has left out."""
+        here = weakref.ref(self)
+
+        def lazily(arguments: list[Any]) -> Any:
+            results, session = list(run(arguments)), here()
+            assert session is not None, "a compiled function outlived its Session"
+            for one in left_out:
+                results[one.position] = one.lazy(session, results[one.position])
+            return results
+
+        return boxed(lazily)
 
     def _note_wrappers(self) -> None:
         for noting in (self.storing, self.restoring):
@@ -232,11 +252,22 @@ class Session:
             self.captured = CapturedStep.of(graph, self.router.maxima)
             raise CaptureComplete  # nothing will run: neither code nor guards are made
         with heap_at_rest():
-            label, lowered = self.planning.lower(CapturedStep.of(graph, self.router.maxima).for_executor(self.options.executor))
-            if self.storing is not None:
+            captured = CapturedStep.of(graph, self.router.maxima).for_executor(self.options.executor)
+            label, lowered = self.planning.lower(captured)
+            left_out = output_of(lowered).meta[_LEFT_OUT] = self._left_out(captured)
+            if self.storing is not None and not left_out:
                 self.storing.lowered(label, lowered)
+            elif self.storing is not None:
+                self.storing.missing = "it leaves out outputs"
         self._keep(label, lowered)
         return lowered
+
+    def _left_out(self, captured: CapturedStep) -> tuple[LeftOut, ...]:
+        """The outputs of a graph that its plan leaves out."""
+        assert self.plan is not None
+        names = {d.value for d in self.plan.graphs[captured.fingerprint].decisions if isinstance(d, Defer)}
+        heads = find_heads(captured.graph) if names else []
+        return tuple(LeftOut.of(head, captured.bounds, self.model) for head in heads if name_of(head.output) in names)
 
     def _keep(self, label: str, lowered: fx.Graph) -> None:
         self.graphs[label] = lowered

@@ -11,7 +11,7 @@ PIPELINES = {
         "hoist-transfers", "sink-waits", "plan-buckets",
     ),
     "lower": (
-        "chunk-loss", "look-up", "sink-gradients", "insert-checkpoint", "recompute", "insert-gather", "lower-gather", "insert-swap",
+        "defer-outputs", "chunk-loss", "chunk-rows", "look-up", "sink-gradients", "insert-checkpoint", "recompute", "insert-gather", "lower-gather", "insert-swap",
         "hoist-transfers", "sink-waits", "bucket-transfers", "insert-release",
     ),
     "place": ("assign-offsets",),

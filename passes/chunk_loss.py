@@ -15,7 +15,7 @@ import torch
 import torch.fx as fx
 
 from fxoffload.errors import PlanError
-from fxoffload.graph import INFO, NodeInfo, Names, name_of, op_name
+from fxoffload.graph import INFO, NodeInfo, Names, by_name, name_of, op_name
 from fxoffload.losses import Loss, find_losses
 from fxoffload.pipeline import Context, Pass
 from fxoffload.plans import Chunk
@@ -30,6 +30,8 @@ Size = int | torch.SymInt
 def run(graph: fx.Graph, ctx: Context) -> fx.Graph:
     """`graph` with every loss of a Chunk decision in chunks. Raises PlanError for one that cannot be computed so."""
     decisions = {d.value: d for d in (ctx.plan.decisions if ctx.plan is not None else ()) if isinstance(d, Chunk)}
+    nodes = by_name(graph) if decisions else {}
+    decisions = {name: d for name, d in decisions.items() if name not in nodes or nodes[name].target is not _aten.mm.default}
     losses = {name_of(one.nll): one for one in find_losses(graph)} if decisions else {}
     for name in decisions:
         loss = losses.get(name)

@@ -13,10 +13,13 @@ from fxoffload.testing.golden import golden_cases
 HERE = Path(__file__).parent
 REWRITES = sorted(p.stem for p in (HERE.parents[1] / "passes").glob("*.py") if not p.stem.startswith(("plan_", "__init__")))
 
+# What they return is another value by design; that it makes the same bits is tested where it is read (`test_chunked_logits.py`).
+OTHER_RESULTS = {"defer_outputs"}
+
 
 @pytest.mark.parametrize("stem", REWRITES)
 def test_a_pass_writes_its_golden_text_and_changes_no_bit(stem: str, assert_golden: Callable[..., None]) -> None:
-    assert_golden(f"{stem}.ir", stem.replace("_", "-"))
+    assert_golden(f"{stem}.ir", stem.replace("_", "-"), twin=stem not in OTHER_RESULTS)
 
 
 def test_values_are_placed_in_pages_as_their_golden_text_says(assert_golden: Callable[..., None]) -> None:
