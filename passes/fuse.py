@@ -5,7 +5,8 @@ First, what backward's elementwise ops read of forward is computed again inside 
 join, where everything that they read is there before anything that they make is needed, and no large product lies between: values do not
 live longer for it. What backward reads of forward ends a call, so that a plan may still keep, move or make again each such value by itself.
 
-What a loss that can be computed in chunks is made of stays as it is (`chunk-loss`).
+What a loss or reading that can be computed in chunks is made of stays as it is (`chunk-loss`, `chunk-rows`), and so does what is made of a head's
+rows alone (`defer-outputs`).
 """
 
 from __future__ import annotations
@@ -23,9 +24,11 @@ from fxoffload import ops
 from fxoffload.cuts import Remake, made_again
 from fxoffload.fusion import fused, program_text
 from fxoffload.graph import INFO, Bounds, NodeInfo, Names, border_of, copy_node, info, is_symbol, module_path, name_of, tensors_in
+from fxoffload.heads import find_heads
 from fxoffload.liveness import is_view, view_source
 from fxoffload.losses import Loss, find_losses
 from fxoffload.pipeline import Context, Pass
+from fxoffload.readings import find_readings
 from fxoffload.text_neutral import size_arguments
 from fxoffload.text_words import expr_of
 from fxoffload.text_writer import Writer
@@ -52,6 +55,7 @@ _STEP = 1 << 16
 def run(graph: fx.Graph, ctx: Context) -> fx.Graph:
     """`graph` with its calls; the values that are left keep their names."""
     kept = {node for loss in find_losses(graph) if isinstance(loss, Loss) for node in loss.nodes}
+    kept |= {node for reading in find_readings(graph) for node in reading.nodes} | {node for head in find_heads(graph) for node in head.chain}
     _compute_in_backward(graph, ctx.bounds, kept)
     graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output") or _has_effect(node))
     groups = _Grouping(graph, ctx.bounds, kept).groups()

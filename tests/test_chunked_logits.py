@@ -230,13 +230,16 @@ def test_logits_of_a_training_call_and_of_an_evaluation_with_labels_are_read_in_
     model.fxoffload.close()
 
 
-def test_on_a_device_too_small_for_the_logits_metrics_keep_to_what_their_plans_say(simulated_device: SimulatedDevice) -> None:
+@pytest.mark.parametrize("executor", ["eager", "inductor"])
+def test_on_a_device_too_small_for_the_logits_metrics_keep_to_what_their_plans_say(
+    executor: str, simulated_device: SimulatedDevice
+) -> None:
     setting, budget = SETTINGS["gpt2"](), 1400 * KiB
     expected = evaluated(copy.deepcopy(setting.model).to("fxsim"), {k: v.to("fxsim") for k, v in setting.batch.items()}).logits.cpu()
     gc.collect()
     base = simulated_device.memory_allocated()
     simulated_device.set_capacity(base + budget)
-    model = compiled(setting, budget, device="fxsim")
+    model = compiled(setting, budget, device="fxsim", executor=executor)
     out = model(**setting.batch)
     out.loss.backward()
     model.zero_grad()
