@@ -31,6 +31,7 @@ from fxoffload.compile_cache.files import Files
 from fxoffload.footprint import Footprint
 from fxoffload.machine import load_machine
 from fxoffload.router import CaptureComplete
+from fxoffload.runtime import fused
 from fxoffload.runtime.fused import kernel_calls
 from fxoffload.testing.simulated_device import SimulatedDevice
 
@@ -167,6 +168,32 @@ def test_a_second_start_with_fused_kernels_loads_them_and_gives_the_same_bits(tm
         assert_equal(outcome(second, batches), expected)
     for label, graph in first.fxoffload.graphs.items():
         assert text.render(second.fxoffload.graphs[label], offsets=True) == text.render(graph, offsets=True)
+
+
+def test_what_making_kernels_finds_out_about_sizes_is_found_out_again_and_keeps_no_step_from_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A card's kernels index with 32 bits: Inductor guards that sizes allow it, in a start that loads them too."""
+    guarded = []
+    compile_kernel = fused.compiled_by_inductor
+
+    def of_a_card(traced: Any, inputs: Any, sums_rows: bool) -> Any:
+        guarded.extend(v for v in inputs if isinstance(v, torch.Tensor) and bool(v.numel() < 2**31))
+        return compile_kernel(traced, inputs, sums_rows)
+
+    monkeypatch.setattr(fused, "compiled_by_inductor", of_a_card)
+    options = {"executor": "inductor", "numerics": "reordered"}
+    with fresh_cache():
+        torch.manual_seed(0)
+        model = Gated()
+        again = copy.deepcopy(model)
+        expected = outcome(started(tmp_path, model, **options), [ids()])
+        n_guarded = len(guarded)
+        assert any(not isinstance(v.numel(), int) for v in guarded)
+        torch._dynamo.reset()
+        with told(caplog) as lines:
+            assert_equal(outcome(started(tmp_path, again, **options), [ids()]), expected)
+            assert lines(HIT) == 1 and len(guarded) > n_guarded
 
 
 @pytest.mark.parametrize("in_an_arena", [False, True])

@@ -30,11 +30,16 @@ class Stale(Exception):
 
 @dataclass
 class Storing:
-    """What a capture that is traced, planned and lowered leaves for its entry. `missing`: why there will be none."""
+    """What a capture that is traced, planned and lowered leaves for its entry. `missing`: why there will be none.
+
+    `symbols`: what was known of its sizes when it was traced and lowered, before kernels were made of it. Inductor adds that a card's kernel
+    indexes with 32 bits; it does so again in a start that loads the kernel.
+    """
 
     session: Session
     body: dict[str, Json] | None = None
     facts: dict[str, Any] | None = None
+    symbols: dict[str, Any] | None = None
     missing: str = "it was not lowered"
 
     def lowered(self, label: str, graph: fx.Graph) -> None:
@@ -51,7 +56,7 @@ class Storing:
 
     def wrapped(self) -> None:
         """Notes what AOTAutograd's wrappers are made from."""
-        self.facts = wrapper_facts()
+        self.facts, self.symbols = wrapper_facts(), symbol_facts()
 
 
 @dataclass
@@ -149,9 +154,9 @@ def _entry(storing: Storing, gm: fx.GraphModule, before: Mapping[str, object]) -
         raise Unstored(storing.missing)
     if not has_plain_wrappers(facts):
         raise Unstored("it writes inputs, or returns views of what it reads")
-    if symbol_facts() != before:
+    if storing.symbols != before:
         raise Unstored("its trace found out more about its sizes than its capture")
     return {
         **body, "facts": described(facts), "outputs": cast(Json, outputs_of(gm, returned_gradients(facts))),
-        "symbols": described(symbol_facts()),
+        "symbols": described(storing.symbols),
     }
