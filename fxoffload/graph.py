@@ -217,6 +217,12 @@ def returned(graph: fx.Graph) -> tuple[tuple[Argument, ...], tuple[Argument, ...
     return outputs, gradients
 
 
+def is_step(graph: fx.Graph) -> bool:
+    """Whether the graph returns what a Step does: forward's outputs and the gradients, a tuple each."""
+    sides = output_of(graph).args[0]
+    return isinstance(sides, (tuple, list)) and len(sides) == 2 and all(isinstance(side, (tuple, list)) for side in sides)
+
+
 def module_path(node: fx.Node) -> str:
     """Dotted path of the module whose forward made the node ("" for the root or when unknown)."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.fx as fx
 
-from .graph import Bounds, Role, border_of, info, is_random, returned
+from .graph import Bounds, Role, border_of, info, is_random, is_step, returned
 from .losses import ROW_WISE
 from .text_words import expr_of
 
@@ -66,8 +66,8 @@ class Head:
 
 
 def find_heads(graph: fx.Graph) -> list[Head]:
-    """Every such output of a canonical graph, in order; none where a backward follows."""
-    if border_of(graph) is not None:
+    """Every such output of a canonical Step, in order; none where a backward follows, and none of another graph."""
+    if border_of(graph) is not None or not is_step(graph):
         return []
     found = [_head(i, node) for i, node in enumerate(returned(graph)[0]) if isinstance(node, fx.Node)]
     return [head for head in found if head is not None]

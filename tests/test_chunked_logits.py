@@ -230,7 +230,7 @@ def test_logits_of_a_training_call_and_of_an_evaluation_with_labels_are_read_in_
     model.fxoffload.close()
 
 
-@pytest.mark.parametrize("executor", ["eager", "inductor"])
+@pytest.mark.parametrize("executor", [pytest.param("eager", marks=pytest.mark.slow), "inductor"])
 def test_on_a_device_too_small_for_the_logits_metrics_keep_to_what_their_plans_say(
     executor: str, simulated_device: SimulatedDevice
 ) -> None:
