@@ -70,7 +70,7 @@ class Places:
             for parameter, housed in zip(members.values(), memory.empty_together(list(members.values()), tier)):
                 self._move_into(housed, parameter, tier)
         to_pinned = [p for n, p in weights.items() if homes[n] is Tier.PINNED and memory.pin]
-        for parameter, housed in zip(to_pinned, memory.pinned_ahead(to_pinned)):
+        for housed, parameter in zip(memory.pinned_ahead(to_pinned), to_pinned, strict=True):
             self._move_into(housed, parameter, Tier.PINNED)
         for parameter in (p for n, p in weights.items() if homes[n] is Tier.DISK):
             self._move_into(memory.empty_like(parameter, Tier.DISK), parameter, Tier.DISK)

@@ -7,9 +7,11 @@ import threading
 
 import pytest
 import torch
+from torch import nn
 
 from fxoffload.effects import Tier
 from fxoffload.errors import PlanError
+from fxoffload.places import Places
 from fxoffload.runtime import host_memory
 from fxoffload.runtime.host_memory import HostMemory
 from fxoffload.runtime.slabs import Slab
@@ -79,3 +81,12 @@ def test_a_refused_lock_is_raised_and_what_was_locked_ahead_is_given_back(monkey
             pass
     memory.close()
     assert locks.n_unlocked == len(locks.sizes) - 1
+
+
+def test_a_model_moves_into_pinned_memory_as_it_is_and_no_thread_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    locks, model = Locks(), nn.Sequential(*(nn.Linear(60, 60) for _ in range(6)))
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    memory = pinning(monkeypatch, locks)
+    Places(model, torch.device("cpu")).house(dict.fromkeys(before, Tier.PINNED), memory)
+    assert all(torch.equal(parameter, before[name]) and memory.owns(parameter) for name, parameter in model.named_parameters())
+    assert len(locks.sizes) > 2 and not [t for t in threading.enumerate() if t.name.startswith("fxoffload-pin")]

@@ -77,10 +77,10 @@ class HostMemory:
 
         Who drops what he has moved before he asks for more has no more than a few slabs of it twice.
         """
-        groups = _in_slabs(src)
         if not self.pin:
             yield from (self.empty_like(one, Tier.PINNED) for one in src)
             return
+        groups = _in_slabs(src)
         with _locking(groups) as slabs:
             for group, slab in zip(groups, slabs, strict=True):
                 self._pinned.append(slab.result())
