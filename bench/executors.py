@@ -14,6 +14,7 @@ Tokens follow one another by a fixed random table of four successors each: there
 relative difference could be told. Exit status 1 where losses differ by more than --most-apart, relative, at any step, and by more than those of
 "eager" and "again"; where a warm start has another plan than the cold one, or other losses than as far as that; where it found no entry; and
 where a start takes more than --cold-s or --warm-s. `cache_notes`: what the compile cache said.
+Runs joined by "+" share the card and the host: their losses count, their seconds do not (`beside` names the others).
 The file keeps the runs that are in it already with the same settings: they can be made by several calls, with --folder.
 """
 
@@ -28,6 +29,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -48,11 +50,15 @@ def main() -> int:
     runs = earlier(chosen.out, settings)
     with tempfile.TemporaryDirectory() as scratch:
         folder = chosen.folder or Path(scratch)
-        for name in chosen.runs.split(","):
-            runs[name] = started(chosen, name, folder)
+        for together in chosen.runs.split(","):
+            names = together.split("+")
+            with ThreadPoolExecutor(len(names)) as pool:
+                made = dict(zip(names, pool.map(lambda name: started(chosen, name, folder), names)))
+            runs |= {name: run | {"beside": [other for other in names if other != name]} for name, run in made.items()}
             report = {"command": f"python bench/executors.py {' '.join(shown_arguments())}".strip(), "commit": commit(), "settings": settings, "runs": runs,
                       **verdict(runs, chosen.most_apart, {"cold": chosen.cold_s, "warm": chosen.warm_s})}
-            print(json.dumps({k: v for k, v in runs[name].items() if k not in ("losses", "step_s_all")}), flush=True)
+            for name in names:
+                print(json.dumps({k: v for k, v in runs[name].items() if k not in ("losses", "step_s_all")}), flush=True)
             if chosen.out is not None:
                 chosen.out.write_text(json.dumps(report, indent=1) + "\n")
     for fault in report["faults"]:

@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 import torch.fx as fx
 
-from . import neutral, ops
+from . import functions, neutral, ops
 from .cost import host_tier
 from .effects import Channel, Tier
 from .graph import Bounds, Role, draws, info, is_random, name_of, op_name, remembered, tensors_in
@@ -55,6 +55,8 @@ def _obstacle(node: fx.Node) -> str | None:
     spec, whatever_it_reads = ops.spec_of(node), _obstacle_of(node.target)
     if whatever_it_reads is not None:
         return whatever_it_reads
+    if node.target in (functions.forward_op, functions.backward_op) and functions.reads_a_value(node.args[1]):  # type: ignore[arg-type]
+        return "reads a value on the host"
     if has_unbacked_sizes(node.meta.get("val")):
         return _SIZES
     if spec is not None and spec.channel in (Channel.H2D, Channel.D2H) and host_tier(node, spec) is not Tier.PINNED:

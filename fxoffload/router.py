@@ -21,6 +21,7 @@ from . import ops
 from .capture import batch_tensors, dynamic_dims
 from .dispatch import switches
 from .errors import PlanError
+from .functions import as_ops, launching_functions
 from .integrations import transformers
 from .outputs import detached, has_shadows, only_loss, with_lazy_outputs
 from .swapped import plain_forward
@@ -76,7 +77,7 @@ class Call:
 class Router:
     """See the module. `scope`: the traced function's locals of the call at work; `maxima`: the shapes it is planned for.
 
-    `captures`: graphs captured so far.
+    `captures`: graphs captured so far; `functions`: what is captured as ops of ours.
     """
 
     session: Session
@@ -87,6 +88,7 @@ class Router:
     generations: list[Generation] = field(default_factory=list)
     variants: dict[object, str] = field(default_factory=dict)
     captures: int = 0
+    functions: tuple[type[torch.autograd.Function], ...] = ()
     walks: Walks = field(init=False)
     _told: bool = False
 
@@ -193,7 +195,7 @@ class Router:
         is_new = generation not in generations
         self.maxima, self.scope = generation.maxima, scope
         try:
-            with self.session.home.entered(), capture_config():
+            with self.session.home.entered(), capture_config(), as_ops(self.functions):
                 out = generation.step(*scope.values(), self._variant(walk))
         except CAPTURE_FAILURES as error:
             raise self._failure(error) from None
@@ -262,6 +264,7 @@ class Router:
                 return generation
         maxima = dict(most) if most is not None else dict(generations[-1].maxima) if generations else {}
         _learn(maxima, batch, declared)
+        self.functions = launching_functions()
         return Generation(maxima, CompiledStep(function(), self.session.backend))
 
     def _step_function(self) -> Callable[..., Any]:

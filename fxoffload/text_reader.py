@@ -18,7 +18,7 @@ from torch.utils._sympy import functions as sympy_functions
 from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.value_ranges import ValueRanges
 
-from . import fusion, neutral, products  # noqa: F401  (define the ops that texts name)
+from . import functions, fusion, neutral, products  # noqa: F401  (define the ops that texts name)
 from .effects import Tier
 from .graph import INFO, OUTPUT, Bounds, NodeInfo, Role
 from .torch_compat import Size, fake_tensor, symbol_hints

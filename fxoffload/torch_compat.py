@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import os
 import warnings
@@ -374,6 +375,11 @@ def tracing_mode() -> Any:
     return torch._guards.TracingContext.get().fake_mode
 
 
+def is_tracing() -> bool:
+    """Whether a capture is going on."""
+    return torch._guards.TracingContext.try_get() is not None
+
+
 def fake_mode_of(values: Iterable[object]) -> Any:
     """The FakeTensorMode of fake values (torch._guards.detect_fake_mode)."""
     return torch._guards.detect_fake_mode(list(values))
@@ -428,6 +434,31 @@ def triton_kernel_of(node: fx.Node) -> str | None:
     while not hasattr(kernel, "__name__") and hasattr(kernel, "fn"):  # what tunes it stands around it
         kernel = kernel.fn
     return str(getattr(kernel, "__name__", kernel))
+
+
+@functools.cache
+def triton_kernel_classes() -> tuple[type[Any], ...]:
+    """The classes of what launches a Triton kernel (triton.runtime): none where Triton is not installed."""
+    try:
+        from triton.runtime import Autotuner, Heuristics, JITFunction
+        from triton.runtime.interpreter import InterpretedFunction
+    except ImportError:
+        return ()
+    return (JITFunction, Autotuner, Heuristics, InterpretedFunction)
+
+
+@contextlib.contextmanager
+def left_whole(functions: Sequence[Callable[..., Any]]) -> Iterator[None]:
+    """Dynamo leaves calls of these functions and autograd Functions as they are, for AOTAutograd to call (torch.compiler.allow_in_graph, for a while)."""
+    allowed = torch._dynamo.trace_rules._allowed_callable_ids
+    added = [f for f in functions if id(f) not in allowed]
+    for one in added:
+        torch._dynamo.allow_in_graph(one)
+    try:
+        yield
+    finally:
+        for one in added:
+            allowed.remove(id(one))
 
 
 def wrapper_facts() -> dict[str, object] | None:

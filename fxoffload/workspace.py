@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from . import attention, composed, neutral
+from . import attention, composed, functions, neutral
 from .dispatch import Call, Dispatch, is_deterministic
 from .fusion import fused, run_program
 from .graph import Bounds, remembered
@@ -209,6 +209,7 @@ _KERNELS: Mapping[object, Callable[..., Any]] = {
     fused: run_program,
     neutral.dropout: composed.dropout_kernel,
     neutral.dropout_backward: composed.dropout_backward_kernel,
+    **functions.FAKES,
 }
 
 

@@ -125,12 +125,58 @@ def test_ligers_kernels_train_bit_equal_on_a_card_with_weights_off_it() -> None:
     assert [torch.equal(a, b) for a, b in zip(found, expected, strict=True)] == [True] * len(expected)
 
 
-@pytest.mark.gpu
-def test_ligers_own_modules_are_refused_with_the_kernel_that_they_call() -> None:
+PATCHES = {
+    "modules": {"rope": True, "rms_norm": True, "swiglu": True, "cross_entropy": False, "fused_linear_cross_entropy": False},
+    "loss": {"rope": True, "rms_norm": True, "swiglu": True, "cross_entropy": True, "fused_linear_cross_entropy": False},
+    "as-shipped": {},
+}
+
+
+def patched(name: str, **changes: Any) -> Case:
+    """A Llama as `apply_liger_kernel_to_llama` leaves it; what that puts into transformers' modules stays there."""
     from liger_kernel.transformers import apply_liger_kernel_to_llama
 
-    case = llama()
-    apply_liger_kernel_to_llama(
-        rope=False, rms_norm=True, swiglu=True, cross_entropy=False, fused_linear_cross_entropy=False, model=case.model)  # type: ignore[arg-type]
-    with pytest.raises(fxoffload.PlanError, match="calls the Triton kernel _rms_norm_forward_kernel"):
-        fxoffload.compile(case.model, case.batch, device="cuda", device_budget="256MiB")
+    case = llama(**changes)
+    apply_liger_kernel_to_llama(**PATCHES[name], model=case.model)  # type: ignore[arg-type]
+    return case
+
+
+@pytest.fixture
+def unpatched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `patched` changes in transformers and torch is as it was after the test."""
+    from transformers.models.llama import modeling_llama
+
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", modeling_llama.apply_rotary_pos_emb)
+    monkeypatch.setattr(nn.functional, "cross_entropy", nn.functional.cross_entropy)
+    monkeypatch.setattr(modeling_llama.LlamaForCausalLM, "forward", modeling_llama.LlamaForCausalLM.forward)
+
+
+@pytest.mark.parametrize("name", [n if n == "as-shipped" else pytest.param(n, marks=pytest.mark.slow) for n in PATCHES])
+def test_a_model_that_liger_has_patched_is_planned_without_a_card(name: str, unpatched: None) -> None:
+    case = patched(name)
+    free = fxoffload.plan(case.model, case.batch, device_budget="1GiB", machine="cpu")
+    budget_bytes = int(free.predicted.device_peak_bytes * 0.7)
+    tight = fxoffload.plan(case.model, case.batch, device_budget=budget_bytes, machine="cpu")
+    assert tight.decisions != free.decisions and tight.predicted.device_peak_bytes <= budget_bytes
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", PATCHES)
+@pytest.mark.parametrize("executor", ["eager", "inductor"])
+def test_a_model_that_liger_has_patched_trains_bit_equal_on_a_card(name: str, executor: str, unpatched: None) -> None:
+    case = patched(name, hidden_size=256, intermediate_size=512)
+    batch = {k: v.cuda() for k, v in case.batch.items()}
+    torch.use_deterministic_algorithms(True)
+    try:
+        expected = trained(copy.deepcopy(case.model).cuda(), batch)
+        fused = {} if executor == "eager" else {"executor": executor, "numerics": "reordered"}
+        model = fxoffload.compile(case.model, case.batch, device="cuda", device_budget="256MiB", pins=[fxoffload.pin("*", "host")], **fused)  # type: ignore[arg-type]
+        found = trained(model, batch)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert model.fxoffload.transferred["h2d"] > 0  # type: ignore[union-attr]
+    if executor == "eager":
+        assert [torch.equal(a, b) for a, b in zip(found, expected, strict=True)] == [True] * len(expected)
+    else:
+        for a, b in zip(found, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)

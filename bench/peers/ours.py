@@ -9,17 +9,21 @@ from typing import Any
 
 import torch
 
+from peers.resident import with_liger
 from peers.task import Task, Training, adamw, loop
 
 # Of the card without a cap: the context and what libraries take lie beside it.
 UNCAPPED_SHARE = 0.9
 
 
-def ours(task: Task, *, numerics: str, executor: str = "eager") -> Training:
-    """The model is loaded on the host and compiled for the cap; the loop is everybody's."""
+def ours(task: Task, *, numerics: str, executor: str = "eager", liger: bool = False) -> Training:
+    """The model is loaded on the host and compiled for the cap; the loop is everybody's. `liger`: with Liger's kernels in it, but for its loss."""
     import fxoffload
 
-    model: Any = task.model("cpu")
+    base = task.base("cpu")
+    if liger:
+        with_liger(base, fused_loss=False)
+    model: Any = task.adapted(base)
     started = time.perf_counter()
     fxoffload.compile(
         model, task.batch("cpu"), device=task.device, device_budget=_budget(task), numerics=numerics, executor=executor,

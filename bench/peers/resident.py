@@ -37,12 +37,13 @@ def resident(
     return Training(step, facts=lambda: {} if found is None else {"layers_not_checkpointed": found.layers, "tried": found.tried})
 
 
-def with_liger(base: Any) -> None:
-    """Liger's fused rotary embedding, RMSNorm, SwiGLU and linear cross-entropy in the model's class. Needs a GPU that Triton knows."""
+def with_liger(base: Any, fused_loss: bool = True) -> None:
+    """Liger's fused rotary embedding, RMSNorm, SwiGLU and, with `fused_loss`, linear cross-entropy in the model's class. To run it needs a GPU
+    that Triton knows."""
     from liger_kernel.transformers import apply_liger_kernel_to_llama, apply_liger_kernel_to_qwen3
 
     apply = {"llama": apply_liger_kernel_to_llama, "qwen3": apply_liger_kernel_to_qwen3}[base.config.model_type]
-    apply(rope=True, rms_norm=True, swiglu=True, cross_entropy=False, fused_linear_cross_entropy=True, model=base)
+    apply(rope=True, rms_norm=True, swiglu=True, cross_entropy=False, fused_linear_cross_entropy=fused_loss, model=base)
 
 
 def checkpointed(model: Any, on_host: bool = False) -> None:

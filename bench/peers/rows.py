@@ -45,7 +45,7 @@ class Row:
         return replace(self, shape="tiny-qwen3" if self.shape == "32B" else "tiny-llama", batch=2, length=32)
 
 
-_L1 = Row("L1", "8B", "lora", 4, 2048, 24 * GIB, (*OURS, *RESIDENT, *STREAMED, *DEEPCOMPILE))
+_L1 = Row("L1", "8B", "lora", 4, 2048, 24 * GIB, (*OURS, "fxoffload-liger", *RESIDENT, *STREAMED, *DEEPCOMPILE))
 _BELOW_WEIGHTS = (*OURS, "liger-checkpoint", "liger-tuned", *STREAMED)
 _LONG = (*OURS, "liger-checkpoint@none", "liger-tuned@none", "liger-checkpoint", "liger-checkpoint-offload", "fsdp2-liger", "zero3-liger")
 ROWS: Mapping[str, Row] = {row.name: row for row in (

@@ -46,4 +46,6 @@ PEERS: Mapping[str, Peer] = {
     "fxoffload-bitwise": Peer('fxoffload, numerics="bitwise"', partial(ours, numerics="bitwise")),
     "fxoffload-reordered": Peer('fxoffload, numerics="reordered"', partial(ours, numerics="reordered")),
     "fxoffload-inductor": Peer('fxoffload, numerics="reordered", executor="inductor"', partial(ours, numerics="reordered", executor="inductor")),
+    "fxoffload-liger": Peer(
+        'the same, with Liger\'s rotary embedding, RMSNorm and SwiGLU in the model', partial(ours, numerics="reordered", executor="inductor", liger=True)),
 }

@@ -1,0 +1,508 @@
+"""Autograd Functions that launch Triton kernels, each call one op of a graph: `fxo.function`, and `fxo.function_backward` for its gradients.
+
+What such a Function does between its kernels no graph can follow: they write memory by its address. So Dynamo leaves the call whole, and the
+op runs the Function's own `forward` or `backward`, on copies of what these write in place. The ops take tensors and give tensors; all else
+that a call says (other arguments, what it keeps on `ctx`, which operands are copied) is text in the graph, and sizes that are symbols.
+
+It is found out by running the Function on fake tensors, its launches only noted (`triton_kernels.py`): without a card too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import json
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from .errors import PlanError
+from .integrations import liger
+from .torch_compat import fake_tensor, is_tracing, left_whole, tracing_mode, without_modes
+from .triton_kernels import is_constant, launches, launches_noted
+
+Tensor = torch.Tensor
+T = TypeVar("T")
+AutogradFunction = type[torch.autograd.Function]
+_LIBRARY = torch.library.Library("fxo", "FRAGMENT")
+
+
+# While a graph is captured --------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _launching(function: AutogradFunction) -> bool:
+    return launches(function.forward) or launches(function.backward)
+
+
+def launching_functions() -> tuple[AutogradFunction, ...]:
+    """Every autograd Function there is that launches a Triton kernel, its own `apply` the one of torch."""
+    found, work = [], [torch.autograd.Function]
+    while work:
+        for one in work.pop().__subclasses__():
+            work.append(one)
+            if not one.__module__.startswith("torch.") and "apply" not in vars(one) and _launching(one):
+                found.append(one)
+    return tuple(found)
+
+
+@contextlib.contextmanager
+def as_ops(functions: Sequence[AutogradFunction]) -> Iterator[None]:
+    """Calls of these Functions that are captured meanwhile become ops."""
+    for one in functions:
+        one.apply = functools.partial(_applied, one)  # type: ignore[method-assign,assignment]
+    try:
+        with left_whole([*functions, *liger.choosing()]):
+            yield
+    finally:
+        for one in functions:
+            del one.apply  # what torch's Function has, again
+
+
+def _applied(function: AutogradFunction, *arguments: Any) -> Any:
+    """What `function.apply` gives, by the ops where a graph is captured. Raises PlanError naming what no graph can hold."""
+    if not is_tracing() or getattr(_running, "is_on", False):
+        return torch.autograd.Function.apply.__func__(function, *arguments)  # type: ignore[attr-defined]
+    call = _Traced.of(function, arguments)
+    results = _Applied.apply(call, *_tensors(arguments))
+    return decoded(call.returned, results, call.sizes)
+
+
+class _Applied(torch.autograd.Function):
+    """The two ops as one differentiable call: of its results only what the Function returns has gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, call: _Traced, *operands: Tensor) -> tuple[Tensor, ...]:
+        results = tuple(forward_op(list(operands), call.text, call.sizes))
+        ctx.call, ctx.forms = call, [(r.shape, r.dtype, r.device) for r in results]
+        ctx.save_for_backward(*(operands[i] if is_operand else results[i] for is_operand, i in call.bases))
+        ctx.mark_non_differentiable(*(r for i, r in enumerate(results) if i not in call.differentiable))
+        ctx.set_materialize_grads(False)
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        call: _Traced = ctx.call
+        given = {i: grads[i] for i in call.differentiable}
+        if call.materializes:
+            given = {i: g if g is not None else torch.zeros(ctx.forms[i][0], dtype=ctx.forms[i][1], device=ctx.forms[i][2]) for i, g in given.items()}
+        present = {i: g for i, g in given.items() if g is not None}
+        operands = [*ctx.saved_tensors, *present.values()]
+        text, wanted = call.backward_text(operands, list(present))
+        made = dict(zip(wanted, backward_op(operands, text, call.sizes)))
+        return (None, *(made.get(i) for i in range(call.n_operands)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Traced:
+    """A call as it was found out. `returned`: the Function's value, its tensors by their places among the op's results; `bases`: the operands
+    (True) and results of which `kept`, what `ctx` holds in backward, is made; `differentiable`: results that have gradients."""
+
+    name: str
+    text: str
+    sizes: list[int | torch.SymInt]
+    returned: Any
+    bases: list[tuple[bool, int]]
+    kept: Any
+    needed: list[bool]
+    places: list[int | None]
+    differentiable: list[int]
+    materializes: bool
+    n_operands: int
+
+    @staticmethod
+    def of(function: AutogradFunction, arguments: Sequence[Any]) -> _Traced:
+        """Runs `forward` once, on fake tensors."""
+        name, operands = _name_of(function), _tensors(arguments)
+        sizes: list[int | torch.SymInt] = []
+        counted = Code(sizes, name, _Counted())
+        said: dict[str, Any] = {
+            "forward": name, "arguments": [counted.word(a) for a in arguments], "autocast": _autocast_of(operands),
+            # Of tensors inside lists torch asks for no gradients.
+            "needed": [isinstance(a, Tensor) and a.requires_grad and torch.is_grad_enabled() for a in arguments]}
+        ran, copied, reads = _watched(lambda fakes: _Forward.run(said, fakes, sizes), operands)
+        said |= {"copied": sorted(copied), "reads": reads}
+        with without_modes(), tracing_mode():
+            made = _Results(ran, copied, sizes, name)
+        places = [word["tensor"] if isinstance(a, Tensor) else None for a, word in zip(arguments, said["arguments"])]
+        return _Traced(name, _text(said), sizes, made.returned, made.bases, made.kept, said["needed"], places, made.differentiable, ran.context.materializes, len(operands))
+
+    def backward_text(self, operands: Sequence[Tensor], gradients: Sequence[int]) -> tuple[str, list[int]]:
+        """The text of the op for gradients, and the operands of the call that it makes them of. `operands`: the bases, then the gradients that
+        are there, of these results. Runs `backward` once, on fake tensors."""
+        of_result = {result: len(self.bases) + i for i, result in enumerate(gradients)}
+        entries = [self.returned] if isinstance(self.returned, Mapping) and "tensor" in self.returned else self.returned["tuple"]
+        given = [of_result.get(e["tensor"]) if isinstance(e, Mapping) and "tensor" in e else None for e in entries]
+        said: dict[str, Any] = {
+            "backward": self.name, "kept": self.kept, "needed": self.needed, "autocast": _autocast_of(operands),
+            "gradients": [None if place is None else {"tensor": place} for place in given]}
+        found, copied, reads = _watched(lambda fakes: _backward(said, fakes, self.sizes), operands)
+        said |= {"copied": sorted(copied), "reads": reads}
+        wanted = [i for i, gradient in enumerate(found) if self.needed[i] and isinstance(gradient, Tensor)]
+        return _text(said | {"wanted": wanted}), [self.places[i] for i in wanted]  # type: ignore[misc]
+
+
+def _name_of(function: AutogradFunction) -> str:
+    name = f"{function.__module__}:{function.__qualname__}"
+    if _function(name) is not function:
+        raise PlanError(f"{name} cannot be imported by its name, so no graph can hold a call of it: define it at the top of a module")
+    return name
+
+
+@functools.cache
+def _function(name: str) -> Any:
+    module, path = name.split(":")
+    try:
+        return functools.reduce(getattr, path.split("."), importlib.import_module(module))
+    except (ImportError, AttributeError):
+        return None
+
+
+def _text(said: Mapping[str, Any]) -> str:
+    return json.dumps(said, separators=(",", ":"))
+
+
+@functools.cache
+def _said(text: str) -> dict[str, Any]:
+    return json.loads(text)  # type: ignore[no-any-return]
+
+
+def _tensors(value: object) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+# The words of a call --------------------------------------------------------------------------------------------------
+
+
+class Code:
+    """Values in the words of JSON. A tensor is a place, and how it lies in that place's memory where it is a view; a size that is a symbol
+    is its place among `sizes`, which grow. `place`: gives a tensor's place and the tensor that lies there."""
+
+    def __init__(self, sizes: list[int | torch.SymInt], whose: str, place: Callable[[Tensor], tuple[int, Tensor]]) -> None:
+        self.sizes, self.whose, self.place = sizes, whose, place
+
+    def word(self, value: Any) -> Any:
+        """Raises PlanError for what has none."""
+        if isinstance(value, Tensor):
+            return self._tensor(value)
+        if isinstance(value, torch.SymInt):
+            self.sizes.append(value)
+            return {"size": len(self.sizes) - 1}
+        if value is None or isinstance(value, (bool, int, float, str)):
+            return value
+        if isinstance(value, torch.dtype):
+            return {"dtype": str(value).removeprefix("torch.")}
+        if isinstance(value, (tuple, list)):
+            return {"tuple" if isinstance(value, tuple) else "list": [self.word(v) for v in value]}
+        if isinstance(value, Mapping) and all(isinstance(k, str) for k in value):
+            return {"dict": {k: self.word(v) for k, v in value.items()}}
+        if is_constant(value):
+            return self.word(value.value)
+        raise PlanError(f"{self.whose} is called with or keeps a {type(value).__name__}, which no graph can hold: make an op of what calls it "
+                        "(torch.library.custom_op, with register_fake and register_autograd)")
+
+    def _tensor(self, value: Tensor) -> Any:
+        place, base = self.place(value)
+        if value.dtype != base.dtype:
+            raise PlanError(f"{self.whose} keeps a tensor's memory as another dtype, which no graph can hold")
+        offset = value.storage_offset() - base.storage_offset()
+        if (value.shape, value.stride(), offset) == (base.shape, base.stride(), 0):
+            return {"tensor": place}
+        return {"tensor": place, "lies": [self.word(n) for n in (*value.shape, *value.stride(), offset)]}
+
+
+def decoded(word: Any, tensors: Sequence[Tensor], sizes: Sequence[int | torch.SymInt]) -> Any:
+    """The value of `Code`'s word."""
+    if not isinstance(word, Mapping):
+        return word
+    kind, what = next(iter(word.items()))
+    if kind == "tensor":
+        base, lies = tensors[what], [decoded(n, tensors, sizes) for n in word.get("lies", ())]
+        n = len(lies) // 2
+        return base.as_strided(lies[:n], lies[n:-1], base.storage_offset() + lies[-1]) if lies else base
+    if kind == "size":
+        return sizes[what]
+    if kind == "dtype":
+        return getattr(torch, what)
+    if kind == "dict":
+        return {k: decoded(v, tensors, sizes) for k, v in what.items()}
+    return (tuple if kind == "tuple" else list)(decoded(v, tensors, sizes) for v in what)
+
+
+class _Counted:
+    """Every tensor a place of its own, in the order in which they come."""
+
+    def __init__(self) -> None:
+        self.n = 0
+
+    def __call__(self, tensor: Tensor) -> tuple[int, Tensor]:
+        self.n += 1
+        return self.n - 1, tensor
+
+
+def _share(one: Tensor, other: Tensor) -> bool:
+    return one is other or one.untyped_storage()._cdata == other.untyped_storage()._cdata  # type: ignore[attr-defined,no-any-return]
+
+
+# Running --------------------------------------------------------------------------------------------------------------
+
+
+class Context:
+    """What a Function gets as `ctx`."""
+
+    def __init__(self, needed: Sequence[bool], saved: Sequence[Any] = (), attributes: Mapping[str, Any] | None = None) -> None:
+        self.needs_input_grad = tuple(needed)
+        self.saved_tensors = tuple(saved)
+        self.materializes = True
+        self.not_differentiable: tuple[Tensor, ...] = ()
+        self._own = {*vars(self), "_own"}
+        vars(self).update(attributes or {})
+        if vars(self).get("_fwd_used_autocast") is False:  # torch.amp.custom_fwd; the dtype of an autocast that is off is the device's
+            self._dtype = torch.bfloat16
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None:
+        self.saved_tensors = tensors
+
+    def mark_non_differentiable(self, *tensors: Tensor) -> None:
+        self.not_differentiable = tensors
+
+    def mark_dirty(self, *tensors: Tensor) -> None:
+        raise PlanError("an autograd Function that launches a Triton kernel returns what it was given, written over (mark_dirty): no graph can hold it")
+
+    def set_materialize_grads(self, value: bool) -> None:
+        self.materializes = value
+
+    @property
+    def attributes(self) -> dict[str, Any]:
+        """What `forward` set."""
+        unsaid = {"_dtype"} if vars(self).get("_fwd_used_autocast") is False else set()
+        return {k: v for k, v in vars(self).items() if k not in self._own | unsaid}
+
+
+@dataclass(frozen=True, slots=True)
+class _Forward:
+    """A run of `forward`: its operands, what it was given in their places and what it returned."""
+
+    operands: list[Tensor]
+    context: Context
+    value: Any
+
+    @staticmethod
+    def run(said: Mapping[str, Any], operands: list[Tensor], sizes: Sequence[int | torch.SymInt]) -> _Forward:
+        function = _function(said["forward"])
+        own = _own(operands, said)
+        trained = [word["tensor"] for word, needed in zip(said["arguments"], said["needed"]) if needed]
+        with _alone(said, operands):
+            given = [t.detach().requires_grad_(i in trained) for i, t in enumerate(own)]
+            arguments = [decoded(word, given, sizes) for word in said["arguments"]]
+            context = Context(said["needed"])
+            if function.setup_context is torch.autograd.Function.setup_context:
+                value = function.forward(context, *arguments)
+            else:
+                value = function.forward(*arguments)
+                function.setup_context(context, tuple(arguments), value)
+        return _Forward(given, context, value)
+
+
+
+class _Results:
+    """The results of a forward op, each in memory of its own: what the Function returns, then what it keeps and is neither of these nor an
+    operand. `returned` and `kept` are what it returns and keeps, in words; `bases` what `kept` is made of: operands (True) and results."""
+
+    def __init__(self, ran: _Forward, copied: Collection[int], sizes: list[int | torch.SymInt], name: str) -> None:
+        self.tensors: list[Tensor] = []
+        self.bases: list[tuple[bool, int]] = []
+        self._there = [(True, i, t) for i, t in enumerate(ran.operands) if i not in copied]
+        self._places: dict[int, int] = {}
+        self.returned = Code(sizes, name, self._returned).word(ran.value)
+        kept = {"saved": list(ran.context.saved_tensors), "attributes": ran.context.attributes}
+        self.kept = Code(sizes, name, self._kept).word(kept)
+        self.differentiable = [
+            i for t, i in self._places.items() if self._is_float(i) and t not in map(id, ran.context.not_differentiable)]
+
+    def _is_float(self, place: int) -> bool:
+        return self.tensors[place].dtype.is_floating_point or self.tensors[place].dtype.is_complex
+
+    def _returned(self, tensor: Tensor) -> tuple[int, Tensor]:
+        """A result for a tensor that is returned: a copy where it lies in an operand's memory, or in another result's."""
+        if id(tensor) not in self._places:
+            self._places[id(tensor)] = len(self.tensors)
+            if any(_share(tensor, t) for *_, t in self._there):
+                self.tensors.append(tensor.detach().clone())
+            else:
+                self._add(tensor)
+        return self._places[id(tensor)], tensor
+
+    def _kept(self, tensor: Tensor) -> tuple[int, Tensor]:
+        found = next((one for one in self._there if _share(tensor, one[2])), None)
+        is_operand, i, base = found if found is not None else self._add(tensor)
+        if (is_operand, i) not in self.bases:
+            self.bases.append((is_operand, i))
+        return self.bases.index((is_operand, i)), base
+
+    def _add(self, tensor: Tensor) -> tuple[bool, int, Tensor]:
+        n_bytes = tensor.untyped_storage().nbytes()
+        if isinstance(n_bytes, int) and n_bytes != tensor.numel() * tensor.element_size():
+            raise PlanError("an autograd Function that launches a Triton kernel gives a part of what it made, which no graph can hold")
+        self._there.append((False, len(self.tensors), tensor))
+        self.tensors.append(tensor.detach())
+        return self._there[-1]
+
+
+def _backward(said: Mapping[str, Any], operands: Sequence[Tensor], sizes: Sequence[int | torch.SymInt]) -> tuple[Any, ...]:
+    """What the Function's `backward` returns, one gradient or None for each argument."""
+    own = _own(operands, said)
+    with _alone(said, operands):
+        kept = decoded(said["kept"], own, sizes)
+        context = Context(said["needed"], kept["saved"], kept["attributes"])
+        found = _function(said["backward"]).backward(context, *(decoded(word, own, sizes) for word in said["gradients"]))
+    return found if isinstance(found, tuple) else (found,)
+
+
+_running = threading.local()
+
+
+@contextlib.contextmanager
+def _alone(said: Mapping[str, Any], operands: Sequence[Tensor]) -> Iterator[None]:
+    """As torch runs a Function's methods: without gradients, under the autocast of the call. Functions that it calls run as they are."""
+    outer, _running.is_on = getattr(_running, "is_on", False), True
+    try:
+        with torch.no_grad(), _autocast(said, operands):
+            yield
+    finally:
+        _running.is_on = outer
+
+
+def _own(operands: Sequence[Tensor], said: Mapping[str, Any]) -> list[Tensor]:
+    """The operands, those that will be written as copies."""
+    return [_copy(t) if i in said.get("copied", ()) else t for i, t in enumerate(operands)]
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    """A copy that lies as the tensor does, where no two of its elements lie in one place."""
+    if any(isinstance(step, int) and step == 0 for step in tensor.stride()):
+        return tensor.clone(memory_format=torch.contiguous_format)
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+def _autocast_of(operands: Sequence[Tensor]) -> str | None:
+    """The dtype of the autocast that is on."""
+    kind = next((t.device.type for t in operands), "cpu")
+    return str(torch.get_autocast_dtype(kind)).removeprefix("torch.") if torch.is_autocast_enabled(kind) else None
+
+
+def _autocast(said: Mapping[str, Any], operands: Sequence[Tensor]) -> contextlib.AbstractContextManager[Any]:
+    kind, dtype = next((t.device.type for t in operands), "cpu"), said["autocast"]
+    if dtype is None and not torch.is_autocast_enabled(kind):
+        return contextlib.nullcontext()
+    return torch.autocast(kind, enabled=dtype is not None, dtype=getattr(torch, dtype or "bfloat16"))
+
+
+# Finding out ----------------------------------------------------------------------------------------------------------
+
+
+def _watched(run: Callable[[list[Tensor]], T], operands: Sequence[Tensor]) -> tuple[T, set[int], bool]:
+    """What `run` gives for stand-ins of the operands, with the sizes of the capture that is going on; the operands it writes; and whether it
+    reads a value. If so it runs a second time, as if values were others: it may write what it has not."""
+    result, copied, reads = _once(run, operands, False)
+    if reads:
+        with contextlib.suppress(AssertionError, ArithmeticError, IndexError, RuntimeError, TypeError, ValueError):
+            copied |= _once(run, operands, True)[1]
+    return result, copied, reads
+
+
+def _once(run: Callable[[list[Tensor]], T], operands: Sequence[Tensor], otherwise: bool) -> tuple[T, set[int], bool]:
+    mode = tracing_mode()
+    with without_modes():
+        fakes = [fake_tensor(mode, t.shape, t.stride(), 0, t.dtype, t.device) for t in operands]
+        with mode, Watch(otherwise) as watch, launches_noted() as written:
+            result = run(fakes)
+        watch.written += written
+        return result, watch.copied(fakes), watch.reads
+
+
+class Watch(TorchDispatchMode):
+    """Notes what ops write, and whether a value is read on the host. A fake one says yes and 1, two are not equal; `otherwise`: the contrary."""
+
+    def __init__(self, otherwise: bool = False) -> None:
+        super().__init__()
+        self.written: list[Tensor] = []
+        self.reads, self.otherwise = False, otherwise
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        if func in _READ:
+            self.reads = True
+            return _READ[func](args[0], self.otherwise)
+        given = dict(zip((a.name for a in func._schema.arguments), args)) | dict(kwargs or {})
+        for argument in func._schema.arguments:
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                self.written.extend(_tensors(given.get(argument.name)))
+        return func(*args, **(kwargs or {}))
+
+    def copied(self, operands: Sequence[Tensor]) -> set[int]:
+        """The operands that were written."""
+        return {i for i, t in enumerate(operands) if any(_share(t, w) for w in self.written)}
+
+
+def _number(tensor: Tensor, otherwise: bool) -> bool | float | int:
+    kind = bool if tensor.dtype == torch.bool else float if tensor.dtype.is_floating_point else int
+    return kind(not otherwise)
+
+
+_aten = torch.ops.aten
+_READ: Mapping[object, Callable[[Tensor, bool], Any]] = {
+    _aten.item.default: _number, _aten._local_scalar_dense.default: _number,
+    _aten.is_nonzero.default: lambda _, otherwise: not otherwise, _aten.equal.default: lambda _, otherwise: otherwise}
+
+
+# The ops --------------------------------------------------------------------------------------------------------------
+
+
+def _forward_kernel(operands: list[Tensor], call: str, sizes: list[int]) -> list[Tensor]:
+    said = _said(call)
+    return _Results(_Forward.run(said, operands, sizes), said["copied"], [*sizes], said["forward"]).tensors
+
+
+def _backward_kernel(operands: list[Tensor], call: str, sizes: list[int]) -> list[Tensor]:
+    said = _said(call)
+    gradients = _backward(said, operands, sizes)
+    there = [t for i, t in enumerate(operands) if i not in said["copied"]]
+    made: list[Tensor] = []
+    for i in said["wanted"]:
+        # Nothing that an op gives lies in an operand's memory, or in that of another result.
+        made.append(gradients[i].clone() if any(_share(gradients[i], t) for t in [*there, *made]) else gradients[i])
+    return made
+
+
+def noted(kernel: Callable[..., list[Tensor]]) -> Callable[..., list[Tensor]]:
+    """The kernel as it runs on fake tensors."""
+
+    @functools.wraps(kernel)
+    def fake(operands: list[Tensor], call: str, sizes: list[int]) -> list[Tensor]:
+        with Watch(), launches_noted():
+            return kernel(operands, call, sizes)
+
+    return fake
+
+
+def _define(name: str, kernel: Callable[..., Any]) -> torch._ops.OpOverload:
+    _LIBRARY.define(f"{name}(Tensor[] operands, str call, SymInt[] sizes) -> Tensor[]", tags=(torch.Tag.pt2_compliant_tag,))
+    _LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"fxo::{name}", noted(kernel), lib=_LIBRARY)
+    return getattr(torch.ops.fxo, name).default  # type: ignore[no-any-return]
+
+
+forward_op = _define("function", _forward_kernel)
+backward_op = _define("function_backward", _backward_kernel)
+FAKES: Mapping[object, Callable[..., list[Tensor]]] = {forward_op: noted(_forward_kernel), backward_op: noted(_backward_kernel)}
+
+
+def reads_a_value(call: str) -> bool:
+    """Whether a Function reads a value on the host while it runs (`Tensor.item`)."""
+    return bool(_said(call)["reads"])

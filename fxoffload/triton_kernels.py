@@ -1,0 +1,213 @@
+"""Triton kernels as Python launches them: which arguments one writes, by its source, and launches that are only noted.
+
+A launch is noted where tensors have no values, or no device that Triton knows: a kernel's source says all that a graph must know of it.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import contextlib
+import functools
+import inspect
+import textwrap
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from .torch_compat import triton_kernel_classes
+
+# What `triton.language` writes memory with, by the position of the pointer.
+_WRITES = frozenset({
+    "store", "atomic_add", "atomic_and", "atomic_cas", "atomic_max", "atomic_min", "atomic_or", "atomic_xchg", "atomic_xor"})
+_READS = frozenset({"load"})
+
+
+def is_kernel(value: object) -> bool:
+    """Whether `value` is what @triton.jit, or what tunes one, leaves in a function's place."""
+    return isinstance(value, triton_kernel_classes())
+
+
+def is_constant(value: object) -> bool:
+    """Whether `value` is a `triton.language.constexpr`."""
+    return type(value).__name__ == "constexpr" and type(value).__module__.startswith("triton.")
+
+
+def kernel_function(kernel: Any) -> Callable[..., Any]:
+    """The Python function of a kernel."""
+    while not inspect.isfunction(kernel):
+        kernel = kernel.fn
+    return kernel  # type: ignore[no-any-return]
+
+
+def written_parameters(kernel: Any) -> frozenset[str]:
+    """The parameters of a kernel whose memory it may write: those that a pointer of a store may come from, however it got there. More than
+    are written where the source does not tell, never fewer: a function that is not known writes all it is given."""
+    return _written(kernel_function(kernel))
+
+
+@functools.cache
+def _written(function: Callable[..., Any]) -> frozenset[str]:
+    tree = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
+    assert isinstance(tree, ast.FunctionDef)
+    return _Source(tree, _names_of(function)).written()
+
+
+def _names_of(function: Callable[..., Any]) -> Mapping[str, object]:
+    closed = inspect.getclosurevars(function).nonlocals
+    return {**vars(builtins), **function.__globals__, **closed}
+
+
+class _Source:
+    """A kernel's source: what each of its names may point into."""
+
+    def __init__(self, tree: ast.FunctionDef, names: Mapping[str, object]) -> None:
+        self.tree, self.names = tree, names
+        every = [*tree.args.posonlyargs, *tree.args.args, *tree.args.kwonlyargs]
+        self.points: dict[str, frozenset[str]] = {a.arg: frozenset({a.arg}) for a in every}
+
+    def written(self) -> frozenset[str]:
+        """The parameters that may be written."""
+        while self._assigned():
+            pass
+        found: frozenset[str] = frozenset()
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Call):
+                found |= self._written_by(node)
+        return found
+
+    def _assigned(self) -> bool:
+        """Follows every assignment once; True where a name may now point into more than before."""
+        before = dict(self.points)
+        for node in ast.walk(self.tree):
+            if isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.NamedExpr)) and node.value is not None:
+                for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+                    for name in ast.walk(target):
+                        if isinstance(name, ast.Name):
+                            self.points[name.id] = self.points.get(name.id, frozenset()) | self._of(node.value)
+        return self.points != before
+
+    def _of(self, expression: ast.AST) -> frozenset[str]:
+        """What an expression may point into: all that its names do, but for what is loaded."""
+        if isinstance(expression, ast.Name):
+            return self.points.get(expression.id, frozenset())
+        if isinstance(expression, ast.Call) and self._word(expression) in _READS:
+            return frozenset()
+        return frozenset().union(*map(self._of, ast.iter_child_nodes(expression)))
+
+    def _word(self, call: ast.Call) -> str:
+        return call.func.attr if isinstance(call.func, ast.Attribute) else call.func.id if isinstance(call.func, ast.Name) else ""
+
+    def _written_by(self, call: ast.Call) -> frozenset[str]:
+        word = self._word(call)
+        if word in _WRITES:
+            if isinstance(call.func, ast.Attribute) and not isinstance(self._value(call.func.value), ModuleType):
+                return self._of(call.func.value)  # a tensor descriptor's method
+            return self._of(call.args[0] if call.args else call.keywords[0].value)
+        called = self._value(call.func)
+        if called is None and isinstance(call.func, ast.Attribute) and self._value(call.func.value) is None:
+            return frozenset()  # a method of a value, as `x.to(...)`
+        if is_kernel(called):
+            function = kernel_function(called)
+            if not function.__module__.startswith("triton."):
+                return self._through(call, function)
+            return frozenset()
+        if getattr(called, "__module__", "").partition(".")[0] in ("triton", "builtins"):
+            return frozenset()
+        return frozenset().union(*map(self._of, [*call.args, *(k.value for k in call.keywords)]))
+
+    def _through(self, call: ast.Call, function: Callable[..., Any]) -> frozenset[str]:
+        """What a call of another kernel function writes."""
+        if any(isinstance(a, ast.Starred) for a in call.args) or any(k.arg is None for k in call.keywords):
+            return frozenset().union(*map(self._of, [*call.args, *(k.value for k in call.keywords)]))
+        given = dict(zip(inspect.signature(function).parameters, call.args)) | {str(k.arg): k.value for k in call.keywords}
+        return frozenset().union(*(self._of(given[name]) for name in _written(function) if name in given))
+
+    def _value(self, expression: ast.AST) -> object:
+        """The Python object that a dotted name is outside the kernel; None for all else."""
+        if isinstance(expression, ast.Name):
+            return None if expression.id in self.points else self.names.get(expression.id)
+        if isinstance(expression, ast.Attribute):
+            return getattr(self._value(expression.value), expression.attr, None)
+        return None
+
+
+# Launches -------------------------------------------------------------------------------------------------------------
+
+_noting = threading.local()
+
+
+@contextlib.contextmanager
+def launches_noted() -> Iterator[list[torch.Tensor]]:
+    """Launches by this thread run nothing. Gives the tensors that they would have written."""
+    _stand_in()
+    outer, _noting.written = getattr(_noting, "written", None), []
+    try:
+        yield _noting.written
+    finally:
+        _noting.written = outer
+
+
+@functools.cache
+def _stand_in() -> None:
+    """From here on every launch asks first whether its thread only notes."""
+    for one in triton_kernel_classes():
+        if "run" in vars(one):
+            one.run = _asking(one.run)
+
+
+def _asking(run: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(run)
+    def asked(self: Any, *args: Any, **kwargs: Any) -> Any:
+        written = getattr(_noting, "written", None)
+        if written is None:
+            return run(self, *args, **kwargs)
+        given = dict(zip(inspect.signature(kernel_function(self)).parameters, args)) | kwargs
+        written.extend(_tensors(given[name] for name in written_parameters(self) if name in given))
+        return None
+
+    return asked
+
+
+def _tensors(values: Iterable[object]) -> list[torch.Tensor]:
+    return [value for value in values if isinstance(value, torch.Tensor)]
+
+
+# Functions that launch ------------------------------------------------------------------------------------------------
+
+
+def launches(function: Callable[..., Any]) -> bool:
+    """Whether a Python function launches a kernel, by itself or in a function that it calls by name."""
+    return _launches(inspect.unwrap(function), set())
+
+
+def _launches(function: Any, seen: set[int]) -> bool:
+    function = inspect.unwrap(function)
+    if id(function) in seen or not inspect.isfunction(function) or function.__module__.partition(".")[0] in ("torch", "triton"):
+        return False
+    seen.add(id(function))
+    closed = [cell.cell_contents for cell in function.__closure__ or () if _is_set(cell)]
+    return any(is_kernel(value) or _launches(value, seen) for value in [*_named_in(function), *closed])
+
+
+def _is_set(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:
+        return False
+
+
+def _named_in(function: Any) -> Iterator[object]:
+    """The globals that a function's code names, and what it names of modules among them."""
+    codes = [function.__code__]
+    for code in codes:
+        codes.extend(c for c in code.co_consts if inspect.iscode(c))
+    names = {name for code in codes for name in code.co_names}
+    found = [function.__globals__[name] for name in names if name in function.__globals__]
+    yield from found
+    for module in found:
+        if isinstance(module, ModuleType):
+            yield from (vars(module)[name] for name in names if name in vars(module))
