@@ -21,13 +21,13 @@ demo: setup
 	$(PY) bench/demo.py
 
 test: setup
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal --durations 60 -m "not slow and not gpu and not multi_gpu" tests
+	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(PY) -m pytest -n 2 --dist worksteal --durations 60 -m "not slow and not gpu and not multi_gpu" tests
 
 test-torch211:
 	$(PYTHON) -m venv .venv-torch211
 	.venv-torch211/bin/python -m pip install -q --disable-pip-version-check torch==2.11.0 transformers==5.17.0
 	.venv-torch211/bin/python -m pip install -q --disable-pip-version-check -e ".[test]"
-	OMP_NUM_THREADS=1 .venv-torch211/bin/python -m pytest -n 2 --dist worksteal --durations 60 -m "not slow and not gpu and not multi_gpu" tests
+	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 .venv-torch211/bin/python -m pytest -n 2 --dist worksteal --durations 60 -m "not slow and not gpu and not multi_gpu" tests
 
 lint: setup
 	$(PY) -m mypy
