@@ -391,15 +391,20 @@ def _copy(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
+def _kind(operands: Sequence[Tensor]) -> str:
+    return next((t.device.type for t in operands), "cpu")
+
+
 def _autocast_of(operands: Sequence[Tensor]) -> str | None:
     """The dtype of the autocast that is on."""
-    kind = next((t.device.type for t in operands), "cpu")
-    return str(torch.get_autocast_dtype(kind)).removeprefix("torch.") if torch.is_autocast_enabled(kind) else None
+    kind = _kind(operands)
+    is_on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return str(torch.get_autocast_dtype(kind)).removeprefix("torch.") if is_on else None
 
 
 def _autocast(said: Mapping[str, Any], operands: Sequence[Tensor]) -> contextlib.AbstractContextManager[Any]:
-    kind, dtype = next((t.device.type for t in operands), "cpu"), said["autocast"]
-    if dtype is None and not torch.is_autocast_enabled(kind):
+    kind, dtype = _kind(operands), said["autocast"]
+    if not torch.amp.is_autocast_available(kind) or dtype is None and not torch.is_autocast_enabled(kind):
         return contextlib.nullcontext()
     return torch.autocast(kind, enabled=dtype is not None, dtype=getattr(torch, dtype or "bfloat16"))
 

@@ -160,6 +160,12 @@ def test_a_model_that_liger_has_patched_is_planned_without_a_card(name: str, unp
     assert tight.decisions != free.decisions and tight.predicted.device_peak_bytes <= budget_bytes
 
 
+def test_it_is_planned_for_a_card_that_is_not_there(unpatched: None) -> None:
+    case = patched("as-shipped")
+    found = fxoffload.plan(case.model, case.batch, device_budget="1500MiB", machine="h200", executor="inductor", numerics="reordered")
+    assert 0 < found.predicted.device_peak_bytes <= found.device_budget_bytes
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", PATCHES)
 @pytest.mark.parametrize("executor", ["eager", "inductor"])
