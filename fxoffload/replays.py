@@ -55,7 +55,7 @@ def _obstacle(node: fx.Node) -> str | None:
     spec, whatever_it_reads = ops.spec_of(node), _obstacle_of(node.target)
     if whatever_it_reads is not None:
         return whatever_it_reads
-    if node.target in (functions.forward_op, functions.backward_op) and functions.reads_a_value(node.args[1]):  # type: ignore[arg-type]
+    if node.target in functions.OPS and functions.reads_a_value(node.args[1]):  # type: ignore[arg-type]
         return "reads a value on the host"
     if has_unbacked_sizes(node.meta.get("val")):
         return _SIZES

@@ -12,7 +12,8 @@ import functools
 import inspect
 import textwrap
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -140,15 +141,23 @@ class _Source:
 _noting = threading.local()
 
 
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A launch that was only noted: the tensors that the kernel was given, and those of them that it writes."""
+
+    tensors: list[torch.Tensor]
+    written: list[torch.Tensor]
+
+
 @contextlib.contextmanager
-def launches_noted() -> Iterator[list[torch.Tensor]]:
-    """Launches by this thread run nothing. Gives the tensors that they would have written."""
+def launches_noted() -> Iterator[list[Launch]]:
+    """Launches by this thread run nothing. Gives them as they come."""
     _stand_in()
-    outer, _noting.written = getattr(_noting, "written", None), []
+    outer, _noting.launches = getattr(_noting, "launches", None), []
     try:
-        yield _noting.written
+        yield _noting.launches
     finally:
-        _noting.written = outer
+        _noting.launches = outer
 
 
 @functools.cache
@@ -162,18 +171,16 @@ def _stand_in() -> None:
 def _asking(run: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(run)
     def asked(self: Any, *args: Any, **kwargs: Any) -> Any:
-        written = getattr(_noting, "written", None)
-        if written is None:
+        launches = getattr(_noting, "launches", None)
+        if launches is None:
             return run(self, *args, **kwargs)
         given = dict(zip(inspect.signature(kernel_function(self)).parameters, args)) | kwargs
-        written.extend(_tensors(given[name] for name in written_parameters(self) if name in given))
+        tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
+        written = written_parameters(self)
+        launches.append(Launch([*tensors.values()], [t for name, t in tensors.items() if name in written]))
         return None
 
     return asked
-
-
-def _tensors(values: Iterable[object]) -> list[torch.Tensor]:
-    return [value for value in values if isinstance(value, torch.Tensor)]
 
 
 # Functions that launch ------------------------------------------------------------------------------------------------

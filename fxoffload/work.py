@@ -8,9 +8,11 @@ from dataclasses import dataclass
 import torch
 import torch.fx as fx
 
+from . import functions
 from .fusion import fused
 from .graph import Bounds, op_name, tensor_bytes, tensors_in
 from .text_words import expr_of
+from .torch_compat import without_modes
 
 _DTYPE_WORDS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 _CREATED = frozenset(
@@ -61,6 +63,8 @@ def work_of(node: fx.Node, bounds: Bounds) -> Work:
 
 
 def _work_of(node: fx.Node, bounds: Bounds) -> Work:
+    if node.target in functions.OPS:
+        return _function(node, bounds)
     found = product_of(node, bounds)
     name = op_name(node)
     return found if found is not None else Work(_kind(name, node), "other", _moved_bytes(name, node, bounds))
@@ -81,6 +85,22 @@ def touched_bytes(node: fx.Node, bounds: Bounds) -> int:
 def reads_rows(node: fx.Node) -> bool:
     """Whether the node reads only some rows of its first operand, a table."""
     return op_name(node) in _GATHERS
+
+
+def _function(node: fx.Node, bounds: Bounds) -> Work:
+    """What a Function around Triton kernels does, by its own code; its products as one of the largest, so often as gives their FLOPs."""
+    operands, call, sizes = node.args
+    with without_modes():
+        given = [
+            torch.empty_strided(bounds.shape_of(v), [bounds.of(n) for n in v.stride()], dtype=v.dtype, device="meta")
+            for v in (o.meta["val"] for o in operands)]  # type: ignore[union-attr]
+    numbers = [bounds.of(n.meta["val"] if isinstance(n, fx.Node) else n) for n in sizes]  # type: ignore[union-attr, arg-type]
+    effort = functions.Effort.of(node.target, given, str(call), numbers)
+    if not effort.products:
+        return Work("binary", "other", effort.n_bytes)
+    m, k, n = max(effort.products, key=math.prod)
+    n_flops = 2 * sum(map(math.prod, effort.products))
+    return Work("matrix", dtype_word(given[0].dtype), effort.n_bytes, n_flops, (m, k, n), -(-n_flops // (2 * m * k * n)))
 
 
 # Bound by memory ------------------------------------------------------------------------------------------------------

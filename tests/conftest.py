@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import os
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -16,10 +15,6 @@ from fxoffload import ladder
 # pytest gives its handlers to every logger that does not propagate; with one on this logger, torch writes out each graph it captures.
 # After the import of torch, which sets its loggers up.
 logging.getLogger(f"{torch.__name__}.__trace").propagate = True
-
-# Without a card Triton's kernels run in its interpreter; before anything imports Triton.
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # A process of hundreds of captures holds millions of objects: to walk them as often as Python does by default takes a twentieth of the time.
 gc.set_threshold(100_000, 50, 50)

@@ -15,11 +15,17 @@ from zoo import FAMILIES
 
 import fxoffload
 from fxoffload import functions, replays, text
-from fxoffload.graph import module_path
+from fxoffload.graph import Bounds, module_path, output_of
 from fxoffload.testing.simulated_device import SimulatedDevice
+from fxoffload.work import work_of
 
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
+from triton.runtime.interpreter import InterpretedFunction  # noqa: E402
+
+if not isinstance(tl.sum, InterpretedFunction) and not torch.cuda.is_available():
+    pytest.skip("kernels without a card: TRITON_INTERPRET=1, as `make test` sets it", allow_module_level=True)
+
 import triton_functions  # noqa: E402
 from triton_functions import CASES, Gate, Loss, Norm  # noqa: E402
 
@@ -56,6 +62,10 @@ def lowered(model: nn.Module, *batch: Tensor) -> fx.Graph:
 
 def calls(graph: fx.Graph) -> list[fx.Node]:
     return [n for n in graph.nodes if n.target in (functions.forward_op, functions.backward_op)]
+
+
+def bounds_of(node: fx.Node) -> Bounds:
+    return output_of(node.graph).meta[text.BOUNDS]  # type: ignore[no-any-return]
 
 
 def said(node: fx.Node) -> dict[str, Any]:
@@ -228,9 +238,11 @@ def test_what_a_kernel_writes_is_read_from_its_source(kernel: Any, tensors: Any,
 
 def test_a_noted_launch_writes_nothing_and_says_what_it_would() -> None:
     x, by = torch.ones(8), torch.full((1,), 3.0)
-    with launches_noted() as written:
+    with launches_noted() as launched:
         triton_functions.times_kernel[(1,)](x, by, 8, BLOCK=8)
-    assert [t is x for t in written] == [True] and torch.equal(x, torch.ones(8))
+    (launch,) = launched
+    assert [t is x for t in launch.tensors] == [True, False] and [t is x for t in launch.written] == [True]
+    assert torch.equal(x, torch.ones(8))
     if not torch.cuda.is_available():
         triton_functions.times_kernel[(1,)](x, by, 8, BLOCK=8)
         assert torch.equal(x, torch.full((8,), 3.0))
@@ -249,3 +261,44 @@ def test_functions_are_found_by_what_they_call() -> None:
     assert not launches(plain)
     found: Callable[[], tuple[Any, ...]] = functions.launching_functions
     assert {Norm, Gate, Loss} <= set(found()) and not any(one.__module__.startswith("torch.") for one in found())
+
+
+# What a call takes ----------------------------------------------------------------------------------------------------
+
+
+def test_the_bytes_of_a_call_are_those_of_its_ops_and_kernels() -> None:
+    forward, backward = calls(lowered(Gated(), torch.randn(8, 32)))
+    one = 8 * 32 * 4
+    assert work_of(forward, bounds_of(forward)).kind == "binary" and work_of(forward, bounds_of(forward)).n_bytes == 3 * one
+    # Both operands copied, then three tensors read and two of them written.
+    assert work_of(backward, bounds_of(forward)).n_bytes == (2 * 2 + 3 + 2) * one
+
+
+class Multiplied(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        y = x @ weight.t()
+        triton_functions.times_kernel[(1,)](y, y, y.numel(), BLOCK=4096)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return grad @ weight, grad.t() @ x
+
+
+class Product(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Multiplied.apply(self.linear(x), self.linear.weight)  # type: ignore[no-any-return]
+
+
+def test_products_inside_of_a_function_count_as_products() -> None:
+    graph = lowered(Product(), torch.randn(8, 16))
+    forward, backward = (work_of(one, bounds_of(one)) for one in calls(graph))
+    assert (forward.kind, forward.size, forward.times) == ("matrix", (8, 16, 16), 1)
+    assert (backward.kind, backward.n_flops) == ("matrix", 2 * forward.n_flops)

@@ -1,6 +1,6 @@
 """Autograd Functions around Triton kernels as libraries of kernels write them: results and gradients in place of operands, views and numbers on
 `ctx`. Without a card the kernels run in Triton's interpreter
-(TRITON_INTERPRET, `conftest.py`). `CASES[name]()` gives a Case."""
+(TRITON_INTERPRET=1). `CASES[name]()` gives a Case."""
 
 import types
 from collections.abc import Callable, Mapping
