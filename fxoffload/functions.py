@@ -562,7 +562,7 @@ class _Counting(TorchDispatchMode):
         if func.overloadpacket is _aten.copy_:
             self.copies += made
         is_view = not func._schema.is_mutable and any(_share(t, r) for t in made for r in read)
-        if not is_view and func.overloadpacket not in _CREATING:
+        if made and not is_view and func.overloadpacket not in _CREATING:
             self.n_bytes += sum(map(_n_bytes, {t.untyped_storage()._cdata: t for t in (*read, *made)}.values()))  # type: ignore[attr-defined]
         return result
 
