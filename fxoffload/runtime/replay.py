@@ -43,7 +43,9 @@ WARM_CALLS = 2
 
 class Recordings:
     """What the recordings of one Session share: the engine of their copies, the stream they are made on, and the memory of what lies in
-    no arena. `early`: those that are issued before their call is checked."""
+    no arena. `early`: those that are issued before their call is checked; `given_up`: no step is recorded any more."""
+
+    given_up = False
 
     def __init__(self, device: torch.device, engine: StreamEngine) -> None:
         self.device, self.engine, self.early = device, engine, EarlyStarts(device)
@@ -85,6 +87,14 @@ class Recordings:
         self.early.forget()
         for replay in list(self._replays):
             replay.forget()
+
+    def give_up(self) -> None:
+        """From here on every step is called. A recording of its other half would hold memory that a called half cannot use: the plan has
+        room for one or the other."""
+        torch.accelerator.synchronize(self.device)
+        self.given_up = True
+        self.release()
+        torch.accelerator.empty_cache()
 
 
 class Segments:
@@ -197,7 +207,7 @@ class Replay:
         self._names = [info(node).name.removeprefix("batch.") for node in graph.find_nodes(op="placeholder")]
         self._last: _Last | None = None
         drawn = host_draw(graph)
-        self._failed = drawn is not None
+        self._is_called = drawn is not None
         if drawn is not None:
             log.warning("a step is called op by op and not recorded: %s draws random numbers on the host", name_of(drawn))
         recordings.add(self)
@@ -222,7 +232,7 @@ class Replay:
         return look, _read(anew, arguments)
 
     def __call__(self, arguments: list[object]) -> Results:
-        if self._failed:
+        if self._is_called or self._recordings.given_up:
             self._recordings.early.drop()
             return self._called(arguments)
         anew, place = self._come_anew(arguments)
@@ -283,8 +293,12 @@ class Replay:
             with self._engine.recorded() as recorded:
                 results, replay = self._recordings.record(self._call, given, recorded)
         except RuntimeError as error:
-            self._failed = True
             log.warning("a step cannot be recorded and is called op by op: %s", str(error).splitlines()[0])
+            failed = True
+        else:
+            failed = False
+        if failed:  # what the error kept of the recording has ended with it
+            self._recordings.give_up()
             return None
         recording = _Recording(replay, recorded, [(i, _flat(given[i])) for i in anew])
         recording.outputs = [self._output(recording, result, known, place) for result in results]
