@@ -15,6 +15,7 @@ on none of these models.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import json
 import lzma
@@ -137,7 +138,10 @@ def folder_of(size: str) -> Path:
         for name, parameter in model.named_parameters():
             parameter.data.fill_(1.0) if "norm" in name else parameter.data.normal_(0, 0.02, generator=generator)
         model.tie_weights()
-        model.save_pretrained(folder)
+        whole = Path(tempfile.mkdtemp()) / folder.name
+        model.save_pretrained(whole)
+        with contextlib.suppress(OSError):  # another process was sooner
+            whole.rename(folder)
     return folder
 
 
