@@ -90,3 +90,15 @@ def test_a_model_moves_into_pinned_memory_as_it_is_and_no_thread_is_left(monkeyp
     Places(model, torch.device("cpu")).house(dict.fromkeys(before, Tier.PINNED), memory)
     assert all(torch.equal(parameter, before[name]) and memory.owns(parameter) for name, parameter in model.named_parameters())
     assert len(locks.sizes) > 2 and not [t for t in threading.enumerate() if t.name.startswith("fxoffload-pin")]
+
+
+def test_memory_that_is_needed_meanwhile_is_locked_by_a_thread_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The asking thread's work may be being recorded (cudaStreamCaptureModeThreadLocal), when it may lock no pages."""
+    locks = Locks()
+    memory = pinning(monkeypatch, locks)
+    there = memory.empty_like(torch.ones(4), Tier.PINNED)
+    assert there.shape == (4,) and len(locks.sizes) == 1 and locks.threads.isdisjoint({threading.get_ident()})
+    refusing = pinning(monkeypatch, Locks(refused=0))
+    with pytest.raises(PlanError, match="cannot pin"):
+        refusing.empty_like(torch.ones(4), Tier.PINNED)
+    memory.close()

@@ -304,6 +304,37 @@ def test_what_cannot_be_recorded_is_called_and_said(
     model.fxoffload.close()
 
 
+@pytest.mark.parametrize("budget", ["1200KiB", pytest.param("800KiB", marks=pytest.mark.slow)])
+def test_a_step_that_swaps_is_recorded_whole_or_not_at_all(budget: str, simulated_device: SimulatedDevice, replaying: list[Again]) -> None:
+    """What forward moves to the host lies elsewhere once it is recorded: backward is recorded in that step, too."""
+    case = FAMILIES["llama"]()
+    model: Any = fxoffload.compile(case.model, tokens(), device="fxsim", device_budget=budget)
+    assert model.fxoffload.plan.count()["swapout"], "nothing is moved"
+    done = []
+    for i in range(6):
+        trained(model, [tokens(seed=i)])
+        done.append(tuple(replaying[0].n))
+    assert done == [(0, 0), (0, 0), *((2, 2 * n) for n in range(1, 5))]
+    model.fxoffload.close()
+
+
+def test_calls_in_another_order_than_a_steps_are_recorded_in_vain_only_a_few_times(
+        simulated_device: SimulatedDevice, replaying: list[Again], caplog: pytest.LogCaptureFixture) -> None:
+    """Two forwards, then their backwards: each meets what the other one's forward has moved."""
+    case = FAMILIES["llama"]()
+    plain = copy.deepcopy(case.model).to("fxsim")
+    model: Any = fxoffload.compile(case.model, tokens(), device="fxsim", device_budget="1200KiB")
+    for one in (plain, model):
+        for i in range(12):
+            both = [one(**{k: v.to("fxsim") for k, v in tokens(seed=2 * i + j).items()}).loss for j in range(2)]
+            for loss in both:
+                loss.backward()
+    for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+        assert p.grad is not None and q.grad is not None and torch.allclose(p.grad.cpu(), q.grad.cpu())
+    assert replaying[0].n[0] <= 8
+    model.fxoffload.close()
+
+
 def test_where_one_half_of_a_step_cannot_be_recorded_both_are_called(
         simulated_device: SimulatedDevice, replaying: list[Again], monkeypatch: pytest.MonkeyPatch) -> None:
     """A recorded forward and a called backward would hold temporaries in two pools; the plan has room for those of one."""

@@ -125,7 +125,9 @@ class HostMemory:
 
     def _grow(self, tier: Tier, n_bytes: int) -> None:
         if tier is Tier.PINNED:
-            self._pinned.append(pinned_slab(max(SLAB_BYTES, n_bytes)))
+            # A thread whose work is being recorded may lock no pages.
+            with _threads(1) as thread:
+                self._pinned.append(thread.submit(pinned_slab, max(SLAB_BYTES, n_bytes)).result())
             return
         # What is reserved has room for everything planned, but holes between what lives may all be too small.
         held = sum(slab.n_bytes for slab in self._disk)
@@ -150,13 +152,17 @@ def _in_slabs(src: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
     return groups
 
 
+def _threads(n: int) -> ThreadPoolExecutor:
+    """Threads that lock pages, on the device of this one."""
+    return ThreadPoolExecutor(n, "fxoffload-pin", torch.cuda.set_device, (torch.cuda.current_device(),))
+
+
 @contextlib.contextmanager
 def _locking(groups: Sequence[Sequence[torch.Tensor]]) -> Iterator[Iterator[Future[Slab]]]:
     """A slab for each group, the next ones being locked by threads; those that nobody took are given back."""
-    device = torch.cuda.current_device()
     sizes = iter([sum(map(slab_bytes, group)) for group in groups])
     begun: deque[Future[Slab]] = deque()
-    with ThreadPoolExecutor(_AHEAD, "fxoffload-pin", torch.cuda.set_device, (device,)) as threads:
+    with _threads(_AHEAD) as threads:
 
         def begin() -> None:
             size = next(sizes, None)

@@ -39,13 +39,22 @@ End = Callable[[], None]
 _URGENT = -1
 # Calls alike before one is recorded: by then kernels are loaded and libraries have their memory.
 WARM_CALLS = 2
+# In a look, what comes before the arguments.
+_N_SETTINGS = 4
+# Recordings that are made in vain for the same arguments, before no more are.
+_MOST_LOST = 3
 
 
 class Recordings:
     """What the recordings of one Session share: the engine of their copies, the stream they are made on, and the memory of what lies in
-    no arena. `early`: those that are issued before their call is checked; `given_up`: no step is recorded any more."""
+    no arena. `early`: those that are issued before their call is checked; `given_up`: no step is recorded any more; `is_replayed`: the first
+    graph of the step at work was.
 
-    given_up = False
+    A step's graphs are recorded in one step, or none is: what one makes for itself lies in the recordings' memory, what a called one makes
+    beside it, and the plan has room for one of the two.
+    """
+
+    given_up = is_replayed = False
 
     def __init__(self, device: torch.device, engine: StreamEngine) -> None:
         self.device, self.engine, self.early = device, engine, EarlyStarts(device)
@@ -89,8 +98,7 @@ class Recordings:
             replay.forget()
 
     def give_up(self) -> None:
-        """From here on every step is called. A recording of its other half would hold memory that a called half cannot use: the plan has
-        room for one or the other."""
+        """From here on every step is called."""
         torch.accelerator.synchronize(self.device)
         self.given_up = True
         self.release()
@@ -160,10 +168,11 @@ def recordings_for(device: torch.device, engine: SynchronousEngine | StreamEngin
 
 @dataclass(slots=True)
 class _Recording:
-    """`inputs`: positions of arguments that come anew, and where each is read; `outputs`: one way per result to give it to the caller;
+    """`look`: what it was made for; `inputs`: positions of arguments that come anew, and where each is read; `outputs`: one way per result to give it to the caller;
     `copied`: results that are copied out, and `fresh`, their copies of the step at work; `in_arena`: how many results lie there; `lent`:
     host memory that the caller gets, and how many look into it while he does not."""
 
+    look: tuple[object, ...]
     replay: Callable[[], None]
     recorded: Recorded
     inputs: list[tuple[int, torch.Tensor]]
@@ -201,8 +210,9 @@ class Replay:
         self._end = end if end is not None else _nothing
         self._anew = [comes_anew(info(node).role) for node in graph.find_nodes(op="placeholder")]
         self._alike: tuple[object, ...] | None = None
-        self._n_alike = 0
+        self._n_alike = self._n_lost = 0
         self._recording: _Recording | None = None
+        self._begins = begins
         self._may_start = begins and not writes_inputs(graph)
         self._names = [info(node).name.removeprefix("batch.") for node in graph.find_nodes(op="placeholder")]
         self._last: _Last | None = None
@@ -226,7 +236,7 @@ class Replay:
             arguments[i] = batch[name]
         anew, place = self._come_anew(arguments)
         look = self._look(arguments, anew, place)
-        if look != self._alike:
+        if look != recording.look:
             return None
         self._issue(recording, arguments)
         return look, _read(anew, arguments)
@@ -239,19 +249,45 @@ class Replay:
         alike = self._look(arguments, anew, place)
         early = self._recordings.early
         if early.waits and early.claim(self, (alike, _read(anew, arguments))) and self._recording is not None:
+            self._recordings.is_replayed = True
             return self._results(self._recording, arguments)
-        if alike != self._alike:
+        if self._like(alike, arguments) != self._alike:
             self.forget()
-            self._alike, self._n_alike = alike, 0
+            self._alike, self._n_alike = self._like(alike, arguments), 0
+        elif self._recording is not None and alike != self._recording.look:
+            self._lose()
         if self._recording is None:
             self._n_alike += 1
-            if self._n_alike > WARM_CALLS:
-                self._recording = self._recorded(arguments, anew, place)
-        if self._recording is None or not self._recording.is_free():
+            if self._n_alike > WARM_CALLS and (self._begins or self._recordings.is_replayed) and not self._recordings.given_up:
+                self._recording = self._recorded(arguments, anew, place, alike)
+        is_called = self._recording is None or not self._recording.is_free()
+        if self._begins:
+            self._recordings.is_replayed = not is_called
+        if is_called:
             return self._called(arguments)
+        assert self._recording is not None
         self._issue(self._recording, arguments)
         self._note(anew, arguments)
         return self._results(self._recording, arguments)
+
+    def _like(self, look: tuple[object, ...], arguments: Given) -> tuple[object, ...]:
+        """A look without where the step's first graph put what it moved to the host: elsewhere in every step, until that is recorded."""
+        if self._begins:
+            return look
+        fixed = list(look)
+        for i, (may, value) in enumerate(zip(self._anew, arguments, strict=True)):
+            if may and isinstance(value, torch.Tensor) and value.device.type == "cpu":
+                fixed[_N_SETTINGS + i] = None
+        return tuple(fixed)
+
+    def _lose(self) -> None:
+        """Forgets a recording whose host memory lies elsewhere by now. Where that happens again and again, calls come in another order than
+        a step's graphs."""
+        self._n_lost += 1
+        self._recording, self._last, self._n_alike = None, None, 0
+        if self._n_lost >= _MOST_LOST:
+            log.warning("steps are called op by op and recorded no more: their host memory lies elsewhere in each")
+            self._recordings.give_up()
 
     def _come_anew(self, arguments: Given) -> tuple[list[int], tuple[int, int]]:
         """Positions of arguments that lie elsewhere in every step, and where the arena is."""
@@ -281,10 +317,10 @@ class Replay:
         look += [value.data_ptr() if isinstance(value, torch.Tensor) else value for value in arguments]
         for i in anew:
             value: Any = arguments[i]
-            look[4 + i] = value.shape, value.stride(), value.dtype
+            look[_N_SETTINGS + i] = value.shape, value.stride(), value.dtype
         return tuple(look)
 
-    def _recorded(self, arguments: Given, anew: Sequence[int], place: tuple[int, int]) -> _Recording | None:
+    def _recorded(self, arguments: Given, anew: Sequence[int], place: tuple[int, int], look: tuple[object, ...]) -> _Recording | None:
         given = list(arguments)
         for i in anew:
             given[i] = _copy_of(given[i])
@@ -300,7 +336,7 @@ class Replay:
         if failed:  # what the error kept of the recording has ended with it
             self._recordings.give_up()
             return None
-        recording = _Recording(replay, recorded, [(i, _flat(given[i])) for i in anew])
+        recording = _Recording(look, replay, recorded, [(i, _flat(given[i])) for i in anew])
         recording.outputs = [self._output(recording, result, known, place) for result in results]
         lent = [result for result in results if isinstance(result, torch.Tensor) and self._is_lent(result, known)]
         storages = [one.untyped_storage() for one in lent if one.numel()]

@@ -84,7 +84,7 @@ def pinned_slab(n_bytes: int) -> Slab:
     runtime = torch.cuda.cudart()
     error = runtime.cudaHostRegister(address, len(region), 0)
     if int(error) != 0:
-        raise PlanError(f"cannot pin {format_bytes(n_bytes)} of host memory: {error}. Pass pin_memory=False, or raise `ulimit -l`.")
+        raise PlanError(f"cannot pin {format_bytes(n_bytes)} of host memory (CUDA error {int(error)}). Pass pin_memory=False, or raise `ulimit -l`.")
     return Slab(region, lambda: runtime.cudaHostUnregister(address) and None)
 
 
