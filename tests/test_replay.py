@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -23,8 +24,9 @@ from torch import nn
 from zoo import FAMILIES, Case, tokens
 
 import fxoffload
-from fxoffload.api import captured, planning_options
 from fxoffload import ops
+from fxoffload.api import captured, planning_options
+from fxoffload.effects import Tier
 from fxoffload.footprint import Footprint
 from fxoffload.graph import is_random
 from fxoffload.layout import extent_bytes
@@ -37,7 +39,7 @@ from fxoffload.runtime.device_arena import DeviceArena
 from fxoffload.runtime.early import EarlyStarts
 from fxoffload.runtime.host_memory import HostMemory
 from fxoffload.runtime.replay import Recordings
-from fxoffload.runtime.transfers import Recorded, StreamEngine
+from fxoffload.runtime.transfers import Leaving, Recorded, StreamEngine
 from fxoffload.testing.simulated_device import SimulatedDevice
 
 pytestmark = pytest.mark.integration
@@ -116,6 +118,10 @@ class Engine:
         found.moved_bytes, found.copies = self.inner.moved_bytes - before[0], self.inner.copies - before[1]
         self.inner.moved_bytes, self.inner.copies = before
 
+    @property
+    def memory(self) -> HostMemory:
+        return self.inner.memory  # type: ignore[no-any-return]
+
     def replayed(self, recorded: Recorded) -> None:
         self.inner.moved_bytes.update(recorded.moved_bytes)
         self.inner.copies.update(recorded.copies)
@@ -138,6 +144,11 @@ class Again(Recordings):
         self.n[0] += 1
         results = self.undone(lambda: list(call(list(given))))
         arguments, kept = [self.place(one) for one in given], [self.place(one) for one in results]
+        for i, one in enumerate(results):
+            if isinstance(one, torch.Tensor) and one.device.type == "cpu" and one.numel() and not any(one is other for other in given):
+                recorded.held[one.data_ptr()] = one
+                leaving = recorded.leaving[one.data_ptr()] = Leaving(kept[i](), torch.empty(0), Tier.PAGEABLE)
+                kept[i] = partial(getattr, leaving, "out")
 
         def again() -> None:
             self.n[1] += 1
@@ -318,6 +329,23 @@ def test_a_step_that_swaps_is_recorded_whole_or_not_at_all(budget: str, simulate
     model.fxoffload.close()
 
 
+def test_a_recording_writes_elsewhere_while_the_caller_keeps_what_it_gave(simulated_device: SimulatedDevice, replaying: list[Again]) -> None:
+    """Gradients on the host that are kept over several backwards: none of them is called beside a recorded forward."""
+    case = FAMILIES["llama"]()
+    plain = copy.deepcopy(case.model).to("fxsim")
+    model: Any = fxoffload.compile(case.model, tokens(), device="fxsim", device_budget="1000KiB")
+    kept: list[list[torch.Tensor]] = [[], []]
+    for i in range(7):
+        for one, all_kept in zip((plain, model), kept, strict=True):
+            one(**{k: v.to("fxsim") for k, v in tokens(seed=i).items()}).loss.backward()
+            all_kept += [p.grad for p in one.parameters()]
+            one.zero_grad(set_to_none=True)
+    for ours, theirs in zip(*kept, strict=True):
+        assert torch.equal(ours.cpu(), theirs.cpu())
+    assert replaying[0].n == [2, 10]
+    model.fxoffload.close()
+
+
 def test_calls_in_another_order_than_a_steps_are_recorded_in_vain_only_a_few_times(
         simulated_device: SimulatedDevice, replaying: list[Again], caplog: pytest.LogCaptureFixture) -> None:
     """Two forwards, then their backwards: each meets what the other one's forward has moved."""
@@ -458,7 +486,7 @@ def test_copies_and_waits_are_made_between_the_segments_at_each_replay_and_not_b
             engine.wait(engine.swap_out(out, "pageable"))
             graphs[-1].captured.append("third")
     memory.close()
-    (sent,) = recorded.held
+    (sent,) = recorded.held.values()
     assert out is there and not out.any() and set(said) == {"begin", "end"} and recorded.copies == {"h2d": 1, "d2h": 1}
     for i in range(2):
         weight += i
@@ -468,6 +496,15 @@ def test_copies_and_waits_are_made_between_the_segments_at_each_replay_and_not_b
         copied = ["side follows compute", "event of side"]
         assert said == ["replay first", *copied, "replay second", "compute waits", *copied, "compute waits", "replay third"]
     assert replay._n_uses(there.untyped_storage()) == replay._n_uses(torch.ones(1).untyped_storage())  # no recording keeps it
+    # Somebody looks into what was sent: it is sent elsewhere from now on.
+    recording = replay._Recording((), segments.replay, recorded, [], lent=[replay._Lent(replay._flat(sent))])
+    recording.lent[0].n_uses = 0
+    assert recording.renew(memory) and recording.is_free()
+    weight += 10
+    segments.replay()
+    (elsewhere,) = recorded.held.values()
+    assert elsewhere is not sent and torch.equal(elsewhere, weight) and torch.equal(sent, weight - 10) and list(recorded.leaving) == [elsewhere.data_ptr()]
+    assert not replay._Recording((), segments.replay, Recorded(), [], lent=[replay._Lent(replay._flat(sent), -1)]).renew(memory)
 
 
 # On a card ------------------------------------------------------------------------------------------------------------

@@ -25,7 +25,8 @@ from ..replays import comes_anew, host_draw
 from ..torch_compat import clear_workspaces, end_failed_capture, ends_empty
 from .device_arena import DeviceArena
 from .early import Batch, EarlyStarts, writes_inputs
-from .transfers import Recorded, StreamEngine, SynchronousEngine
+from .host_memory import HostMemory
+from .transfers import Recorded, StreamEngine, SynchronousEngine, unowned
 
 log = logging.getLogger("fxoffload")
 
@@ -167,10 +168,29 @@ def recordings_for(device: torch.device, engine: SynchronousEngine | StreamEngin
 
 
 @dataclass(slots=True)
+class _Lent:
+    """Host memory that a recording writes and the caller gets; `n_uses`: how many look into it while he does not."""
+
+    flat: torch.Tensor
+    n_uses: int = 0
+
+    @property
+    def address(self) -> int:
+        return self.flat.data_ptr()
+
+    def counted(self) -> None:
+        """The caller does not look into it now."""
+        self.n_uses = _n_uses(self.flat.untyped_storage())
+
+    def is_used(self) -> bool:
+        return _n_uses(self.flat.untyped_storage()) > self.n_uses
+
+
+@dataclass(slots=True)
 class _Recording:
     """`look`: what it was made for; `inputs`: positions of arguments that come anew, and where each is read; `outputs`: one way per result to give it to the caller;
     `copied`: results that are copied out, and `fresh`, their copies of the step at work; `in_arena`: how many results lie there; `lent`:
-    host memory that the caller gets, and how many look into it while he does not."""
+    host memory that the caller gets."""
 
     look: tuple[object, ...]
     replay: Callable[[], None]
@@ -180,11 +200,27 @@ class _Recording:
     copied: list[torch.Tensor] = field(default_factory=list)
     fresh: list[torch.Tensor] = field(default_factory=list)
     in_arena: int = 0
-    lent: list[tuple[torch.UntypedStorage, int]] = field(default_factory=list)
+    lent: list[_Lent] = field(default_factory=list)
 
     def is_free(self) -> bool:
         """Nobody looks into the host memory that it writes."""
-        return all(_n_uses(storage) <= n for storage, n in self.lent)
+        return not any(one.is_used() for one in self.lent)
+
+    def renew(self, memory: HostMemory) -> bool:
+        """Has what others look into written elsewhere from now on; False where that cannot be."""
+        used = [one for one in self.lent if one.is_used()]
+        if any(one.address not in self.recorded.leaving for one in used):
+            return False
+        for one in used:
+            leaving = self.recorded.leaving.pop(one.address)
+            new = memory.empty_like(leaving.out, leaving.tier)
+            leaving.out = unowned(new)
+            self.recorded.held.pop(one.address)
+            self.recorded.held[new.data_ptr()], self.recorded.leaving[new.data_ptr()] = new, leaving
+            one.flat = _flat(new)
+            del new
+            one.counted()
+        return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,7 +296,7 @@ class Replay:
             self._n_alike += 1
             if self._n_alike > WARM_CALLS and (self._begins or self._recordings.is_replayed) and not self._recordings.given_up:
                 self._recording = self._recorded(arguments, anew, place, alike)
-        is_called = self._recording is None or not self._recording.is_free()
+        is_called = self._recording is None or not (self._recording.is_free() or not self._begins and self._recording.renew(self._engine.memory))
         if self._begins:
             self._recordings.is_replayed = not is_called
         if is_called:
@@ -338,10 +374,9 @@ class Replay:
             return None
         recording = _Recording(look, replay, recorded, [(i, _flat(given[i])) for i in anew])
         recording.outputs = [self._output(recording, result, known, place) for result in results]
-        lent = [result for result in results if isinstance(result, torch.Tensor) and self._is_lent(result, known)]
-        storages = [one.untyped_storage() for one in lent if one.numel()]
-        del results, lent
-        recording.lent = [(storage, _n_uses(storage)) for storage in storages]
+        results = ()
+        for lent in recording.lent:
+            lent.counted()
         return recording
 
     def _is_lent(self, result: torch.Tensor, known: dict[int, int]) -> bool:
@@ -355,8 +390,9 @@ class Replay:
             return lambda given: given[position]
         shape, stride, dtype = result.shape, result.stride(), result.dtype
         if self._is_lent(result, known):
-            flat = _flat(result)
-            return lambda _: _over(flat, shape, stride)
+            lent = _Lent(_flat(result))
+            recording.lent += [lent] if result.numel() else []
+            return lambda _: _over(lent.flat, shape, stride)
         if result.untyped_storage().data_ptr() == place[0]:
             # Not by where its elements are: it may have none.
             offset, arena = int(result.storage_offset()) * dtype.itemsize, self._arena

@@ -112,15 +112,26 @@ class Transfer:
 
 
 @dataclass(slots=True)
+class Leaving:
+    """A copy to the host that is made again at each replay: from `src` to `out`, neither of which it keeps alive."""
+
+    out: torch.Tensor
+    src: torch.Tensor
+    tier: Tier
+
+
+@dataclass(slots=True)
 class Recorded:
     """Bytes and number of copies per channel, as the engine counts them, and the host memory that they write: it is theirs.
 
-    `between`: takes what is to be issued at this point of each replay.
+    `between`: takes what is to be issued at this point of each replay. `leaving`: the copies to the host, by the address they write; each may
+    be given another place to write (`Leaving.sent_to`).
     """
 
     moved_bytes: Counter[str] = field(default_factory=Counter)
     copies: Counter[str] = field(default_factory=Counter)
-    held: list[torch.Tensor] = field(default_factory=list)
+    held: dict[int, torch.Tensor] = field(default_factory=dict)
+    leaving: dict[int, Leaving] = field(default_factory=dict)
     between: Callable[[Callable[[], None]], None] = lambda act: None
 
 
@@ -159,9 +170,12 @@ class StreamEngine:
         self.copies["d2h"] += 1
         # The host block may be one that a copy to the device read before: its wait is behind us on the compute stream, which the
         # side stream waits for.
-        self._last_out = self._copied(((out, src),), self.d2h)
-        if self._recorded is not None:
-            self._recorded.held.append(out)
+        if self._recorded is None:
+            self._last_out = self._copied(((out, src),), self.d2h)
+        else:
+            address, leaving = out.data_ptr(), Leaving(unowned(out), unowned(src), Tier(tier))
+            self._recorded.held[address], self._recorded.leaving[address] = out, leaving
+            self._last_out = self._copied_each_time(lambda: [(leaving.out, leaving.src)], self.d2h)
         return Transfer(out, self._last_out, (src,))
 
     def wait(self, transfer: Transfer) -> torch.Tensor:
@@ -226,13 +240,16 @@ class StreamEngine:
 
     def _copied(self, copies: Iterable[Copy], stream: torch.Stream) -> torch.Event:
         """The event that ends the copies, which wait for what compute was told so far."""
-        done = self.module.Event()
         made = list(copies) if self._recorded is None else [(unowned(out), unowned(src)) for out, src in copies]
+        return self._copied_each_time(lambda: made, stream)
+
+    def _copied_each_time(self, copies: Callable[[], Iterable[Copy]], stream: torch.Stream) -> torch.Event:
+        done = self.module.Event()
 
         def copy() -> None:
             stream.wait_stream(self.module.current_stream(self.device))
             with self.module.stream(stream):
-                for out, src in made:
+                for out, src in copies():
                     out.copy_(src, non_blocking=True)
             done.record(stream)
 
