@@ -15,6 +15,7 @@ import importlib
 import json
 import math
 import threading
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -26,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 
 from .errors import PlanError
 from .integrations import liger
-from .torch_compat import fake_tensor, is_tracing, left_whole, tracing_mode, without_modes
+from .torch_compat import fake_tensor, is_tracing, leave_whole, trace_again, tracing_mode, without_modes
 from .triton_kernels import is_constant, launches, launches_noted
 
 Tensor = torch.Tensor
@@ -36,6 +37,11 @@ _LIBRARY = torch.library.Library("fxo", "FRAGMENT")
 
 
 # While a graph is captured --------------------------------------------------------------------------------------------
+
+
+# Who captures, by what is left whole for them.
+_lock = threading.Lock()
+_users: Counter[Callable[..., Any]] = Counter()
 
 
 @functools.cache
@@ -49,22 +55,35 @@ def launching_functions() -> tuple[AutogradFunction, ...]:
     while work:
         for one in work.pop().__subclasses__():
             work.append(one)
-            if not one.__module__.startswith("torch.") and "apply" not in vars(one) and _launching(one):
+            if not one.__module__.startswith("torch.") and ("apply" not in vars(one) or _users[one]) and _launching(one):
                 found.append(one)
     return tuple(found)
 
 
 @contextlib.contextmanager
 def as_ops(functions: Sequence[AutogradFunction]) -> Iterator[None]:
-    """Calls of these Functions that are captured meanwhile become ops."""
-    for one in functions:
-        one.apply = functools.partial(_applied, one)  # type: ignore[method-assign,assignment]
+    """Calls of these Functions that are captured meanwhile become ops. Several may be at it at once."""
+    if not functions:
+        yield
+        return
+    whole: list[Any] = [*functions, *liger.choosing()]
+    with _lock:
+        for one in whole:
+            if not _users[one]:
+                leave_whole(one)
+                if isinstance(one, type):
+                    one.apply = functools.partial(_applied, one)
+        _users.update(whole)
     try:
-        with left_whole([*functions, *liger.choosing()]):
-            yield
+        yield
     finally:
-        for one in functions:
-            del one.apply  # what torch's Function has, again
+        with _lock:
+            _users.subtract(whole)
+            for one in whole:
+                if not _users[one]:
+                    trace_again(one)
+                    if isinstance(one, type):
+                        del one.apply  # what torch's Function has, again
 
 
 def _applied(function: AutogradFunction, *arguments: Any) -> Any:

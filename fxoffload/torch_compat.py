@@ -447,18 +447,14 @@ def triton_kernel_classes() -> tuple[type[Any], ...]:
     return (JITFunction, Autotuner, Heuristics, InterpretedFunction)
 
 
-@contextlib.contextmanager
-def left_whole(functions: Sequence[Callable[..., Any]]) -> Iterator[None]:
-    """Dynamo leaves calls of these functions and autograd Functions as they are, for AOTAutograd to call (torch.compiler.allow_in_graph, for a while)."""
-    allowed = torch._dynamo.trace_rules._allowed_callable_ids
-    added = [f for f in functions if id(f) not in allowed]
-    for one in added:
-        torch._dynamo.allow_in_graph(one)
-    try:
-        yield
-    finally:
-        for one in added:
-            allowed.remove(id(one))
+def leave_whole(function: Callable[..., Any]) -> None:
+    """Dynamo leaves calls of a function or an autograd Function as they are, for AOTAutograd to call (torch.compiler.allow_in_graph)."""
+    torch._dynamo.allow_in_graph(function)
+
+
+def trace_again(function: Callable[..., Any]) -> None:
+    """Dynamo goes into calls of it as it does by default."""
+    torch._dynamo.trace_rules._allowed_callable_ids.remove(id(function))
 
 
 def wrapper_facts() -> dict[str, object] | None:

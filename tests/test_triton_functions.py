@@ -144,10 +144,18 @@ def test_sizes_may_change_from_call_to_call() -> None:
 
 def test_torch_has_its_functions_back_after_a_capture() -> None:
     lowered(Gated(), torch.randn(8, 32))
-    assert "apply" not in vars(Gate)
+    assert "apply" not in vars(Gate) and Gate in functions.launching_functions()
     a, b = torch.randn(8, requires_grad=True), torch.randn(8)
     Gate.apply(a.clone(), b).sum().backward()  # type: ignore[no-untyped-call]
     assert a.grad is not None
+
+
+def test_several_captures_at_once_share_what_is_left_whole() -> None:
+    with functions.as_ops((Gate,)):
+        with functions.as_ops((Gate, Norm)):
+            assert "apply" in vars(Norm)
+        assert "apply" in vars(Gate) and "apply" not in vars(Norm)
+    assert "apply" not in vars(Gate) and not torch._dynamo.trace_rules.is_callable_allowed(Gate)
 
 
 class Kept:
