@@ -72,7 +72,7 @@ def as_ops(functions: Sequence[AutogradFunction]) -> Iterator[None]:
             if not _users[one]:
                 leave_whole(one)
                 if isinstance(one, type):
-                    one.apply = functools.partial(_applied, one)
+                    one.apply = functools.partial(_applied, one)  # type: ignore[attr-defined]
         _users.update(whole)
     try:
         yield
@@ -81,9 +81,10 @@ def as_ops(functions: Sequence[AutogradFunction]) -> Iterator[None]:
             _users.subtract(whole)
             for one in whole:
                 if not _users[one]:
+                    del _users[one]
                     trace_again(one)
                     if isinstance(one, type):
-                        del one.apply  # what torch's Function has, again
+                        del one.apply  # type: ignore[attr-defined]  # what torch's Function has, again
 
 
 def _applied(function: AutogradFunction, *arguments: Any) -> Any:
