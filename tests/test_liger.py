@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -142,13 +143,18 @@ def patched(name: str, **changes: Any) -> Case:
 
 
 @pytest.fixture
-def unpatched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What `patched` changes in transformers and torch is as it was after the test."""
+def unpatched() -> Iterator[None]:
+    """Transformers and torch are as they were after the test."""
+    from transformers.loss import loss_utils
     from transformers.models.llama import modeling_llama
 
-    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", modeling_llama.apply_rotary_pos_emb)
-    monkeypatch.setattr(nn.functional, "cross_entropy", nn.functional.cross_entropy)
-    monkeypatch.setattr(modeling_llama.LlamaForCausalLM, "forward", modeling_llama.LlamaForCausalLM.forward)
+    places = (modeling_llama, loss_utils, nn.functional, modeling_llama.LlamaForCausalLM)
+    before = [dict(vars(place)) for place in places]
+    yield
+    for place, known in zip(places, before, strict=True):
+        for name, value in known.items():
+            if vars(place)[name] is not value:
+                setattr(place, name, value)
 
 
 @pytest.mark.parametrize("name", [n if n == "as-shipped" else pytest.param(n, marks=pytest.mark.slow) for n in PATCHES])
