@@ -42,6 +42,7 @@ _LIBRARY = torch.library.Library("fxo", "FRAGMENT")
 # Who captures, by what is left whole for them.
 _lock = threading.Lock()
 _users: Counter[Callable[..., Any]] = Counter()
+_ours: set[Callable[..., Any]] = set()  # those that the user has not told Dynamo to leave whole
 
 
 @functools.cache
@@ -70,7 +71,8 @@ def as_ops(functions: Sequence[AutogradFunction]) -> Iterator[None]:
     with _lock:
         for one in whole:
             if not _users[one]:
-                leave_whole(one)
+                if leave_whole(one):
+                    _ours.add(one)
                 if isinstance(one, type):
                     one.apply = functools.partial(_applied, one)  # type: ignore[attr-defined]
         _users.update(whole)
@@ -82,7 +84,9 @@ def as_ops(functions: Sequence[AutogradFunction]) -> Iterator[None]:
             for one in whole:
                 if not _users[one]:
                     del _users[one]
-                    trace_again(one)
+                    if one in _ours:
+                        _ours.remove(one)
+                        trace_again(one)
                     if isinstance(one, type):
                         del one.apply  # type: ignore[attr-defined]  # what torch's Function has, again
 
@@ -437,21 +441,25 @@ def _autocast(said: Mapping[str, Any], operands: Sequence[Tensor]) -> contextlib
 def _watched(run: Callable[[list[Tensor]], T], operands: Sequence[Tensor]) -> tuple[T, set[int], bool]:
     """What `run` gives for stand-ins of the operands, with the sizes of the capture that is going on; the operands it writes; and whether it
     reads a value. If so it runs a second time, as if values were others: it may write what it has not."""
-    result, copied, reads = _once(run, operands, False)
+    copied: set[int] = set()
+    result, reads = _once(run, operands, False, copied)
     if reads:
         with contextlib.suppress(AssertionError, ArithmeticError, IndexError, RuntimeError, TypeError, ValueError):
-            copied |= _once(run, operands, True)[1]
+            _once(run, operands, True, copied)
     return result, copied, reads
 
 
-def _once(run: Callable[[list[Tensor]], T], operands: Sequence[Tensor], otherwise: bool) -> tuple[T, set[int], bool]:
+def _once(run: Callable[[list[Tensor]], T], operands: Sequence[Tensor], otherwise: bool, copied: set[int]) -> tuple[T, bool]:
+    """What `run` gives, and whether it reads a value; to `copied` is added what it writes, as far as it comes."""
     mode = tracing_mode()
     with without_modes():
         fakes = [fake_tensor(mode, t.shape, t.stride(), 0, t.dtype, t.device) for t in operands]
         with mode, Watch(otherwise) as watch, launches_noted() as launched:
-            result = run(fakes)
-        watch.written += [t for launch in launched for t in launch.written]
-        return result, watch.copied(fakes), watch.reads
+            try:
+                return run(fakes), watch.reads
+            finally:
+                watch.written += [t for launch in launched for t in launch.written]
+                copied |= watch.copied(fakes)
 
 
 class Watch(TorchDispatchMode):

@@ -447,9 +447,13 @@ def triton_kernel_classes() -> tuple[type[Any], ...]:
     return (JITFunction, Autotuner, Heuristics, InterpretedFunction)
 
 
-def leave_whole(function: Callable[..., Any]) -> None:
-    """Dynamo leaves calls of a function or an autograd Function as they are, for AOTAutograd to call (torch.compiler.allow_in_graph)."""
+def leave_whole(function: Callable[..., Any]) -> bool:
+    """Dynamo leaves calls of a function or an autograd Function as they are, for AOTAutograd to call (torch.compiler.allow_in_graph). False
+    where it does so already."""
+    if torch._dynamo.trace_rules.is_callable_allowed(function):
+        return False
     torch._dynamo.allow_in_graph(function)
+    return True
 
 
 def trace_again(function: Callable[..., Any]) -> None:

@@ -21,10 +21,12 @@ import torch
 
 from .torch_compat import triton_kernel_classes
 
-# What `triton.language` writes memory with, by the position of the pointer.
-_WRITES = frozenset({
-    "store", "atomic_add", "atomic_and", "atomic_cas", "atomic_max", "atomic_min", "atomic_or", "atomic_xchg", "atomic_xor"})
 _READS = frozenset({"load"})
+
+
+def _writes(word: str) -> bool:
+    """Whether a function of `triton.language`, or a descriptor's method, of that name writes where its pointer points."""
+    return "store" in word or "scatter" in word or word.startswith("atomic_")
 
 
 def is_kernel(value: object) -> bool:
@@ -46,13 +48,17 @@ def kernel_function(kernel: Any) -> Callable[..., Any]:
 
 def written_parameters(kernel: Any) -> frozenset[str]:
     """The parameters of a kernel whose memory it may write: those that a pointer of a store may come from, however it got there. More than
-    are written where the source does not tell, never fewer: a function that is not known writes all it is given."""
+    are written where the source does not tell: a function that is not known, and assembly, writes all it is given, a kernel without a
+    source all its parameters. What lies at an address that a kernel has loaded is none of its parameters'."""
     return _written(kernel_function(kernel))
 
 
 @functools.cache
 def _written(function: Callable[..., Any]) -> frozenset[str]:
-    tree = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
+    except (OSError, TypeError, SyntaxError):
+        return frozenset(inspect.signature(function).parameters)
     assert isinstance(tree, ast.FunctionDef)
     return _Source(tree, _names_of(function)).written()
 
@@ -88,8 +94,15 @@ class _Source:
                 for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
                     for name in ast.walk(target):
                         if isinstance(name, ast.Name):
-                            self.points[name.id] = self.points.get(name.id, frozenset()) | self._of(node.value)
+                            self._follow(name.id, node.value)
+            elif isinstance(node, ast.For):
+                for name in ast.walk(node.target):
+                    if isinstance(name, ast.Name):
+                        self._follow(name.id, node.iter)
         return self.points != before
+
+    def _follow(self, name: str, value: ast.AST) -> None:
+        self.points[name] = self.points.get(name, frozenset()) | self._of(value)
 
     def _of(self, expression: ast.AST) -> frozenset[str]:
         """What an expression may point into: all that its names do, but for what is loaded."""
@@ -100,24 +113,23 @@ class _Source:
         return frozenset().union(*map(self._of, ast.iter_child_nodes(expression)))
 
     def _word(self, call: ast.Call) -> str:
-        return call.func.attr if isinstance(call.func, ast.Attribute) else call.func.id if isinstance(call.func, ast.Name) else ""
+        """The name of what is called, whatever name the kernel has for it."""
+        own = call.func.attr if isinstance(call.func, ast.Attribute) else call.func.id if isinstance(call.func, ast.Name) else ""
+        called = self._value(call.func)
+        return str(getattr(called, "__name__", own)) if getattr(called, "__module__", None) else own
 
     def _written_by(self, call: ast.Call) -> frozenset[str]:
         word = self._word(call)
-        if word in _WRITES:
+        if _writes(word) and not (is_kernel(self._value(call.func)) and not _is_tritons(self._value(call.func))):
             if isinstance(call.func, ast.Attribute) and not isinstance(self._value(call.func.value), ModuleType):
                 return self._of(call.func.value)  # a tensor descriptor's method
             return self._of(call.args[0] if call.args else call.keywords[0].value)
         called = self._value(call.func)
-        if called is None and isinstance(call.func, ast.Attribute) and self._value(call.func.value) is None:
-            return frozenset()  # a method of a value, as `x.to(...)`
-        if is_kernel(called):
-            function = kernel_function(called)
-            if not function.__module__.startswith("triton."):
-                return self._through(call, function)
+        if is_kernel(called) and not _is_tritons(called):
+            return self._through(call, kernel_function(called))
+        if called is not None and _is_tritons(called) and "inline_asm" not in word:
             return frozenset()
-        if getattr(called, "__module__", "").partition(".")[0] in ("triton", "builtins"):
-            return frozenset()
+        # Of a method of a value, as `x.to(...)`, what it is given; so too of what is not known.
         return frozenset().union(*map(self._of, [*call.args, *(k.value for k in call.keywords)]))
 
     def _through(self, call: ast.Call, function: Callable[..., Any]) -> frozenset[str]:
@@ -134,6 +146,12 @@ class _Source:
         if isinstance(expression, ast.Attribute):
             return getattr(self._value(expression.value), expression.attr, None)
         return None
+
+
+def _is_tritons(called: Any) -> bool:
+    """Whether what is called is Triton's own, or a builtin."""
+    owner = kernel_function(called) if is_kernel(called) else called
+    return str(getattr(owner, "__module__", "")).partition(".")[0] in ("triton", "builtins")
 
 
 # Launches -------------------------------------------------------------------------------------------------------------
@@ -175,12 +193,22 @@ def _asking(run: Callable[..., Any]) -> Callable[..., Any]:
         if launches is None:
             return run(self, *args, **kwargs)
         given = dict(zip(inspect.signature(kernel_function(self)).parameters, args)) | kwargs
-        tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
+        tensors = {name: _tensors_of(value) for name, value in given.items()}
         written = written_parameters(self)
-        launches.append(Launch([*tensors.values()], [t for name, t in tensors.items() if name in written]))
+        launches.append(Launch([t for some in tensors.values() for t in some], [t for name in tensors if name in written for t in tensors[name]]))
         return None
 
     return asked
+
+
+def _tensors_of(argument: Any) -> list[torch.Tensor]:
+    """The tensors of a kernel's argument: itself, those of a tuple, that of a descriptor."""
+    if isinstance(argument, torch.Tensor):
+        return [argument]
+    if isinstance(argument, (tuple, list)):
+        return [t for one in argument for t in _tensors_of(one)]
+    base = getattr(argument, "base", None)
+    return [base] if isinstance(base, torch.Tensor) else []
 
 
 # Functions that launch ------------------------------------------------------------------------------------------------

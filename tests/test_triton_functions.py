@@ -29,7 +29,7 @@ if not isinstance(tl.sum, InterpretedFunction) and not torch.cuda.is_available()
 import triton_functions  # noqa: E402
 from triton_functions import CASES, Gate, Loss, Norm  # noqa: E402
 
-from fxoffload.triton_kernels import is_kernel, launches, launches_noted, written_parameters  # noqa: E402
+from fxoffload.triton_kernels import _tensors_of, _written, is_kernel, launches, launches_noted, written_parameters  # noqa: E402
 
 pytestmark = pytest.mark.integration
 Tensor = torch.Tensor
@@ -236,7 +236,20 @@ def counted(a, b, c):  # type: ignore[no-untyped-def]
     tl.atomic_add(a + at, tl.load(b))
 
 
+another_name = tl.store
+
+
+@triton.jit
+def renamed(a, b, c, n: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Writes a by another name of store, b through a loop, and gives c to what is not known."""
+    another_name(a, 1.0)
+    for there in (b, b + n):
+        tl.store(there, 0.0)
+    n.told(c)
+
+
 @pytest.mark.parametrize(("kernel", "tensors", "written"), [
+    (renamed, "abc", "abc"),
     (through, "abc", "ab"), (counted, "abc", "a"), (triton_functions.times_kernel, ("x_ptr", "by_ptr"), ("x_ptr",)),
     (triton_functions.norm_kernel, ("y_ptr", "x_ptr", "w_ptr", "scale_ptr"), ("y_ptr", "scale_ptr")),
     (triton_functions.gate_backward_kernel, ("dc_ptr", "a_ptr", "b_ptr"), ("a_ptr", "b_ptr"))])
@@ -254,6 +267,17 @@ def test_a_noted_launch_writes_nothing_and_says_what_it_would() -> None:
     if not torch.cuda.is_available():
         triton_functions.times_kernel[(1,)](x, by, 8, BLOCK=8)
         assert torch.equal(x, torch.full((8,), 3.0))
+
+
+def test_a_kernel_without_a_source_writes_all_it_is_given() -> None:
+    scope: dict[str, Any] = {}
+    exec("def made(a, b): pass", scope)
+    assert _written(scope["made"]) == {"a", "b"}
+
+
+def test_tensors_in_tuples_and_descriptors_are_noted() -> None:
+    x, y = torch.ones(2), torch.ones(2)
+    assert [t is x or t is y for t in _tensors_of((x, (types.SimpleNamespace(base=y), 3)))] == [True, True]
 
 
 def helping(x: Tensor) -> None:

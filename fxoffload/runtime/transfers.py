@@ -125,7 +125,7 @@ class Recorded:
     """Bytes and number of copies per channel, as the engine counts them, and the host memory that they write: it is theirs.
 
     `between`: takes what is to be issued at this point of each replay. `leaving`: the copies to the host, by the address they write; each may
-    be given another place to write (`Leaving.sent_to`).
+    be given another `out` to write.
     """
 
     moved_bytes: Counter[str] = field(default_factory=Counter)
