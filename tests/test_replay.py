@@ -359,7 +359,9 @@ def test_calls_in_another_order_than_a_steps_are_recorded_in_vain_only_a_few_tim
                 loss.backward()
     for p, q in zip(plain.parameters(), model.parameters(), strict=True):
         assert p.grad is not None and q.grad is not None and torch.allclose(p.grad.cpu(), q.grad.cpu())
-    assert replaying[0].n[0] <= 8
+    # A forward was recorded whose backward never was: after three steps of that kind nothing is recorded any more.
+    assert replaying[0].given_up and replaying[0].n_mixed == 3 and replaying[0].n[0] == 1
+    assert sum("recorded no more" in one.message for one in caplog.records) == 1
     model.fxoffload.close()
 
 

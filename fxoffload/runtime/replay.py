@@ -42,7 +42,7 @@ _URGENT = -1
 WARM_CALLS = 2
 # In a look, what comes before the arguments.
 _N_SETTINGS = 4
-# Recordings that are made in vain for the same arguments, before no more are.
+# Recordings that are made in vain for the same arguments, or backwards called beside a recorded forward, before no more are made.
 _MOST_LOST = 3
 
 
@@ -56,6 +56,7 @@ class Recordings:
     """
 
     given_up = is_replayed = False
+    n_mixed = 0
 
     def __init__(self, device: torch.device, engine: StreamEngine) -> None:
         self.device, self.engine, self.early = device, engine, EarlyStarts(device)
@@ -296,10 +297,11 @@ class Replay:
             self._n_alike += 1
             if self._n_alike > WARM_CALLS and (self._begins or self._recordings.is_replayed) and not self._recordings.given_up:
                 self._recording = self._recorded(arguments, anew, place, alike)
-        is_called = self._recording is None or not (self._recording.is_free() or not self._begins and self._recording.renew(self._engine.memory))
+        is_called = self._recording is None or not self._is_free(self._recording)
         if self._begins:
             self._recordings.is_replayed = not is_called
         if is_called:
+            self._note_mixed()
             return self._called(arguments)
         assert self._recording is not None
         self._issue(self._recording, arguments)
@@ -315,6 +317,28 @@ class Replay:
             if may and isinstance(value, torch.Tensor) and value.device.type == "cpu":
                 fixed[_N_SETTINGS + i] = None
         return tuple(fixed)
+
+    def _is_free(self, recording: _Recording) -> bool:
+        """Whether a recording may write. What it gave to the caller it writes elsewhere; what forward keeps for a backward that has not run
+        it cannot, and a gradient that no copy brought has no elsewhere: then no step is recorded any more."""
+        if recording.is_free():
+            return True
+        if self._begins:
+            return False
+        if not recording.renew(self._engine.memory):
+            log.warning("steps are called op by op and recorded no more: a gradient is kept that a recording cannot write elsewhere")
+            self._recordings.give_up()
+            return False
+        return True
+
+    def _note_mixed(self) -> None:
+        """A backward is called beside a recorded forward. Where that happens again and again, calls come in another order than a step's graphs."""
+        if self._begins or not self._recordings.is_replayed or self._recordings.given_up:
+            return
+        self._recordings.n_mixed += 1
+        if self._recordings.n_mixed >= _MOST_LOST:
+            log.warning("steps are called op by op and recorded no more: backward is not what followed the recorded forward before")
+            self._recordings.give_up()
 
     def _lose(self) -> None:
         """Forgets a recording whose host memory lies elsewhere by now. Where that happens again and again, calls come in another order than
