@@ -13,7 +13,6 @@ import contextlib
 import functools
 import importlib
 import json
-import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -21,14 +20,13 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from .errors import PlanError
+from .function_words import Code, Counted, decoded, share_memory, tensors_of
 from .integrations import liger
 from .torch_compat import fake_tensor, is_tracing, leave_whole, trace_again, tracing_mode, without_modes
-from .triton_kernels import is_constant, launches, launches_noted
+from .triton_kernels import launches, launches_noted
 
 Tensor = torch.Tensor
 T = TypeVar("T")
@@ -96,7 +94,7 @@ def _applied(function: AutogradFunction, *arguments: Any) -> Any:
     if not is_tracing() or getattr(_running, "is_on", False):
         return torch.autograd.Function.apply.__func__(function, *arguments)  # type: ignore[attr-defined]
     call = _Traced.of(function, arguments)
-    results = _Applied.apply(call, *_tensors(arguments))
+    results = _Applied.apply(call, *tensors_of(arguments))
     return decoded(call.returned, results, call.sizes)
 
 
@@ -145,9 +143,9 @@ class _Traced:
     @staticmethod
     def of(function: AutogradFunction, arguments: Sequence[Any]) -> _Traced:
         """Runs `forward` once, on fake tensors."""
-        name, operands = _name_of(function), _tensors(arguments)
+        name, operands = _name_of(function), tensors_of(arguments)
         sizes: list[int | torch.SymInt] = []
-        counted = Code(sizes, name, _Counted())
+        counted = Code(sizes, name, Counted())
         said: dict[str, Any] = {
             "forward": name, "arguments": [counted.word(a) for a in arguments], "autocast": _autocast_of(operands),
             # Of tensors inside lists torch asks for no gradients.
@@ -197,83 +195,6 @@ def _text(said: Mapping[str, Any]) -> str:
 @functools.cache
 def _said(text: str) -> dict[str, Any]:
     return json.loads(text)  # type: ignore[no-any-return]
-
-
-def _tensors(value: object) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
-
-
-# The words of a call --------------------------------------------------------------------------------------------------
-
-
-class Code:
-    """Values in the words of JSON. A tensor is a place, and how it lies in that place's memory where it is a view; a size that is a symbol
-    is its place among `sizes`, which grow. `place`: gives a tensor's place and the tensor that lies there."""
-
-    def __init__(self, sizes: list[int | torch.SymInt], whose: str, place: Callable[[Tensor], tuple[int, Tensor]]) -> None:
-        self.sizes, self.whose, self.place = sizes, whose, place
-
-    def word(self, value: Any) -> Any:
-        """Raises PlanError for what has none."""
-        if isinstance(value, Tensor):
-            return self._tensor(value)
-        if isinstance(value, torch.SymInt):
-            self.sizes.append(value)
-            return {"size": len(self.sizes) - 1}
-        if value is None or isinstance(value, (bool, int, float, str)):
-            return value
-        if isinstance(value, torch.dtype):
-            return {"dtype": str(value).removeprefix("torch.")}
-        if isinstance(value, (tuple, list)):
-            return {"tuple" if isinstance(value, tuple) else "list": [self.word(v) for v in value]}
-        if isinstance(value, Mapping) and all(isinstance(k, str) for k in value):
-            return {"dict": {k: self.word(v) for k, v in value.items()}}
-        if is_constant(value):
-            return self.word(value.value)
-        raise PlanError(f"{self.whose} is called with or keeps a {type(value).__name__}, which no graph can hold: make an op of what calls it "
-                        "(torch.library.custom_op, with register_fake and register_autograd)")
-
-    def _tensor(self, value: Tensor) -> Any:
-        place, base = self.place(value)
-        if value.dtype != base.dtype:
-            raise PlanError(f"{self.whose} keeps a tensor's memory as another dtype, which no graph can hold")
-        offset = value.storage_offset() - base.storage_offset()
-        if (value.shape, value.stride(), offset) == (base.shape, base.stride(), 0):
-            return {"tensor": place}
-        return {"tensor": place, "lies": [self.word(n) for n in (*value.shape, *value.stride(), offset)]}
-
-
-def decoded(word: Any, tensors: Sequence[Tensor], sizes: Sequence[int | torch.SymInt]) -> Any:
-    """The value of `Code`'s word."""
-    if not isinstance(word, Mapping):
-        return word
-    kind, what = next(iter(word.items()))
-    if kind == "tensor":
-        base, lies = tensors[what], [decoded(n, tensors, sizes) for n in word.get("lies", ())]
-        n = len(lies) // 2
-        return base.as_strided(lies[:n], lies[n:-1], base.storage_offset() + lies[-1]) if lies else base
-    if kind == "size":
-        return sizes[what]
-    if kind == "dtype":
-        return getattr(torch, what)
-    if kind == "dict":
-        return {k: decoded(v, tensors, sizes) for k, v in what.items()}
-    return (tuple if kind == "tuple" else list)(decoded(v, tensors, sizes) for v in what)
-
-
-class _Counted:
-    """Every tensor a place of its own, in the order in which they come."""
-
-    def __init__(self) -> None:
-        self.n = 0
-
-    def __call__(self, tensor: Tensor) -> tuple[int, Tensor]:
-        self.n += 1
-        return self.n - 1, tensor
-
-
-def _share(one: Tensor, other: Tensor) -> bool:
-    return one is other or one.untyped_storage()._cdata == other.untyped_storage()._cdata  # type: ignore[attr-defined,no-any-return]
 
 
 # Running --------------------------------------------------------------------------------------------------------------
@@ -359,14 +280,14 @@ class _Results:
         """A result for a tensor that is returned: a copy where it lies in an operand's memory, or in another result's."""
         if id(tensor) not in self._places:
             self._places[id(tensor)] = len(self.tensors)
-            if any(_share(tensor, t) for *_, t in self._there):
+            if any(share_memory(tensor, t) for *_, t in self._there):
                 self.tensors.append(tensor.detach().clone())
             else:
                 self._add(tensor)
         return self._places[id(tensor)], tensor
 
     def _kept(self, tensor: Tensor) -> tuple[int, Tensor]:
-        found = next((one for one in self._there if _share(tensor, one[2])), None)
+        found = next((one for one in self._there if share_memory(tensor, one[2])), None)
         is_operand, i, base = found if found is not None else self._add(tensor)
         if (is_operand, i) not in self.bases:
             self.bases.append((is_operand, i))
@@ -477,12 +398,12 @@ class Watch(TorchDispatchMode):
         given = dict(zip((a.name for a in func._schema.arguments), args)) | dict(kwargs or {})
         for argument in func._schema.arguments:
             if argument.alias_info is not None and argument.alias_info.is_write:
-                self.written.extend(_tensors(given.get(argument.name)))
+                self.written.extend(tensors_of(given.get(argument.name)))
         return func(*args, **(kwargs or {}))
 
     def copied(self, operands: Sequence[Tensor]) -> set[int]:
         """The operands that were written."""
-        return {i for i, t in enumerate(operands) if any(_share(t, w) for w in self.written)}
+        return {i for i, t in enumerate(operands) if any(share_memory(t, w) for w in self.written)}
 
 
 def _number(tensor: Tensor, otherwise: bool) -> bool | float | int:
@@ -511,7 +432,7 @@ def _backward_kernel(operands: list[Tensor], call: str, sizes: list[int]) -> lis
     made: list[Tensor] = []
     for i in said["wanted"]:
         # Nothing that an op gives lies in an operand's memory, or in that of another result.
-        made.append(gradients[i].clone() if any(_share(gradients[i], t) for t in [*there, *made]) else gradients[i])
+        made.append(gradients[i].clone() if any(share_memory(gradients[i], t) for t in [*there, *made]) else gradients[i])
     return made
 
 
@@ -536,69 +457,10 @@ def _define(name: str, kernel: Callable[..., Any]) -> torch._ops.OpOverload:
 forward_op = _define("function", _forward_kernel)
 backward_op = _define("function_backward", _backward_kernel)
 OPS = (forward_op, backward_op)
-_KERNELS: Mapping[object, Callable[..., list[Tensor]]] = {forward_op: _forward_kernel, backward_op: _backward_kernel}
-FAKES = {op: noted(kernel) for op, kernel in _KERNELS.items()}
+KERNELS: Mapping[object, Callable[..., list[Tensor]]] = {forward_op: _forward_kernel, backward_op: _backward_kernel}
+FAKES = {op: noted(kernel) for op, kernel in KERNELS.items()}
 
 
 def reads_a_value(call: str) -> bool:
     """Whether a Function reads a value on the host while it runs (`Tensor.item`)."""
     return bool(_said(call)["reads"])
-
-
-# What it takes --------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Effort:
-    """What a call does: the bytes that its ops and kernels read and write, and the products of matrices among its ops, (m, k, n) each."""
-
-    n_bytes: int
-    products: tuple[tuple[int, int, int], ...]
-
-    @staticmethod
-    def of(op: object, operands: Sequence[Tensor], call: str, sizes: Sequence[int]) -> Effort:
-        """Of operands of these sizes, whatever their values and device."""
-        return _effort(op, tuple((tuple(t.shape), t.stride(), t.dtype) for t in operands), call, tuple(sizes))
-
-
-@functools.cache
-def _effort(op: object, forms: tuple[tuple[Any, ...], ...], call: str, sizes: tuple[int, ...]) -> Effort:
-    with without_modes(), FakeTensorMode():
-        fakes = [torch.empty_strided(shape, stride, dtype=dtype, device="meta") for shape, stride, dtype in forms]
-        with Watch(), _Counting() as counted, launches_noted() as launched:
-            _KERNELS[op](fakes, call, list(sizes))
-    # What a kernel reads and writes over was copied before: it counts twice here, and twice among the ops.
-    again = sum(_n_bytes(t) for launch in launched for t in launch.written if any(_share(t, c) for c in counted.copies))
-    return Effort(counted.n_bytes + again + sum(_n_bytes(t) for launch in launched for t in launch.tensors), tuple(counted.products))
-
-
-class _Counting(TorchDispatchMode):
-    """Counts what ops read and write."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.n_bytes = 0
-        self.products: list[tuple[int, int, int]] = []
-        self.copies: list[Tensor] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        read, made = _tensors((args, kwargs)), _tensors(result)
-        if func.overloadpacket in _PRODUCTS:
-            *rows, k = read[_PRODUCTS[func.overloadpacket]].shape
-            self.products.append((math.prod(rows), k, made[0].shape[-1]))
-        if func.overloadpacket is _aten.copy_:
-            self.copies += made
-        is_view = not func._schema.is_mutable and any(_share(t, r) for t in made for r in read)
-        if made and not is_view and func.overloadpacket not in _CREATING:
-            self.n_bytes += sum(map(_n_bytes, {t.untyped_storage()._cdata: t for t in (*read, *made)}.values()))  # type: ignore[attr-defined]
-        return result
-
-
-# Where the first matrix is among the tensors.
-_PRODUCTS = {_aten.mm: 0, _aten.bmm: 0, _aten.addmm: 1, _aten.baddbmm: 1}
-_CREATING = frozenset({_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.detach})
-
-
-def _n_bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

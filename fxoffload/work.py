@@ -9,6 +9,7 @@ import torch
 import torch.fx as fx
 
 from . import functions
+from .function_effort import Effort
 from .fusion import fused
 from .graph import Bounds, op_name, tensor_bytes, tensors_in
 from .text_words import expr_of
@@ -95,7 +96,7 @@ def _function(node: fx.Node, bounds: Bounds) -> Work:
             torch.empty_strided(bounds.shape_of(v), [bounds.of(n) for n in v.stride()], dtype=v.dtype, device="meta")
             for v in (o.meta["val"] for o in operands)]  # type: ignore[union-attr]
     numbers = [bounds.of(n.meta["val"] if isinstance(n, fx.Node) else n) for n in sizes]  # type: ignore[union-attr, arg-type]
-    effort = functions.Effort.of(node.target, given, str(call), numbers)
+    effort = Effort.of(node.target, given, str(call), numbers)
     if not effort.products:
         return Work("binary", "other", effort.n_bytes)
     m, k, n = max(effort.products, key=math.prod)
