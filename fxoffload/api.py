@@ -49,20 +49,25 @@ def compile(
     replan: bool = True,
     pins: Sequence[Pin] = (),
     executor: str = "eager",
+    dynamic: bool = True,
     dump_dir: str | Path | None = None,
     cache_dir: str | Path | None = None,
 ) -> nn.Module:
     """The same `model`, which from now on trains inside the budgets with the caller's own loop.
 
     `batch` is one sample (mapping, tuple or tensor); its sizes, or `max_shape` ({"batch": n, "sequence": n}), are the largest the
-    plan is made for. `device_budget` is bytes, text like "24GiB", or "auto" (what is free now, less what libraries keep); `host_budget`
-    None is what the machine has free less a sixteenth of its memory. `optimizer` is transformers' name of one, a class, an instance
-    or None: its states are planned. Of a model with a vision tower that is given text alone, a step with
-    synthetic images is planned too, with a warning. `model.fxoffload` then has the plan, the lowered graphs, the report and `close()`. Raises
-    ValueError for a bad argument and PlanError when a budget cannot be met, before anything runs; the model is then as it was.
+    plan is made for; smaller batches run on the same capture. `dynamic` False, as in torch.compile: a capture is for one shape, and made
+    in about half the time; each other shape is captured anew, under the same plan where it has room. `device_budget` is bytes, text like "24GiB", or "auto" (what
+    is free now, less what libraries keep); `host_budget` None is what the machine has free less a sixteenth of its memory. `optimizer` is
+    transformers' name of one, a class, an instance or None: its states are planned. Of a model with a vision tower that is given text
+    alone, a step with synthetic images is planned too, with a warning. `model.fxoffload` then has the plan, the lowered graphs, the report
+    and `close()`. Raises ValueError for a bad argument and PlanError when a budget cannot be met, before anything runs; the model is then
+    as it was.
     """
     target = with_index(device)
     _check_choices(outputs=outputs, numerics=numerics, executor=executor)
+    if max_shape and not dynamic:
+        raise ValueError("max_shape: with dynamic=False every capture is for one shape; give one of the two")
     _check_model(model)
     chosen = load_machine(machine) if machine is not None else default_machine(target.type)
     options = Options(
@@ -71,7 +76,7 @@ def compile(
         host_budget_bytes=host_bytes(host_budget, model), host_budget_named=host_budget is not None,
         disk_budget_bytes=parse_bytes(disk_budget, "disk_budget"),
         disk_dir=None if disk_dir is None else _folder(disk_dir),
-        pin_memory=pin_memory, outputs=outputs, numerics=numerics, executor=executor, replan=replan,
+        pin_memory=pin_memory, outputs=outputs, numerics=numerics, executor=executor, dynamic=dynamic, replan=replan,
         dump_dir=None if dump_dir is None else Path(dump_dir), cache_dir=None if cache_dir is None else Path(cache_dir),
         max_shape=_shape_maxima(max_shape), pins=_pins(pins), states=optimizer_states(optimizer),
     )

@@ -26,7 +26,8 @@ class Footprint:
     `page_bytes`: of the pages that an arena is made of, which can be mapped at several addresses; 0 where it has one address: only there
     does much lie idle.
     `recording_bytes`: what a step takes beside them when it is replayed from a recording (`replays.py`), whose scratch is in a pool of its
-    own; None when it is called op by op.
+    own; None when it is called op by op. `handed_out_bytes`: of the gradients that a recording copies for the caller. He adds them to his
+    before an optimizer steps, so they and what the optimizer needs between steps are never there at once.
     """
 
     overhead_bytes: int = 0
@@ -35,6 +36,7 @@ class Footprint:
     scratch_bytes: int = 0
     between_steps_bytes: int = 0
     recording_bytes: int | None = None
+    handed_out_bytes: int = 0
     page_bytes: int = 0
 
     @staticmethod
@@ -70,10 +72,10 @@ class Footprint:
         return taken if limit_bytes is None else min(taken, limit_bytes)
 
     def beside_bytes(self, scratch_bytes: int) -> int:
-        """What the allocator reserves for a step's scratch, and for what is done between steps."""
+        """What the allocator reserves for a step's scratch, and for what is done after it."""
         if self.recording_bytes is None:
             return self.scratch_needed_bytes(max(scratch_bytes, self.between_steps_bytes))
-        return self.scratch_needed_bytes(scratch_bytes) + self.scratch_needed_bytes(self.between_steps_bytes)
+        return self.scratch_needed_bytes(scratch_bytes) + self.scratch_needed_bytes(max(self.between_steps_bytes, self.handed_out_bytes))
 
     def scratch_needed_bytes(self, scratch_bytes: int) -> int:
         """What the allocator reserves for so many bytes of scratch."""

@@ -62,7 +62,7 @@ class MemoryMap:
         """What the allocator reserves, `outside_bytes` that are no value of the graph among it."""
         beside = footprint.beside_bytes(self.scratch_bytes)
         if footprint.recording_bytes is not None:
-            beside += footprint.overhead_bytes + self.anew_bytes + self.returned_bytes
+            beside += footprint.overhead_bytes + self.anew_bytes + max(self.returned_bytes - footprint.handed_out_bytes, 0)
         return outside_bytes + self.inputs_bytes + self.returned_bytes + self.arena_bytes + beside
 
 

@@ -1,7 +1,8 @@
 """Overlap: how far a scan's transfers are pulled apart from their waits, and the seconds its events then take.
 
 A copy to the device starts early enough to end before its use, a copy to the host is awaited when it has ended, as far as the
-memory that is left allows. `schedule_s` is the list schedule of events and copies on their channels: what `timeline` says of the
+memory that is left allows. `just_in_time` then lets those copies wait that would only stand behind others on their channel.
+`schedule_s` is the list schedule of events and copies on their channels: what `timeline` says of the
 lowered graph, without lowering it.
 """
 
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from bisect import bisect_left, bisect_right
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -28,6 +29,12 @@ from .spill import NEVER, Bytes, Event, Load, Scan, Schedule, Spill, Sunk
 
 # Copies are planned as if they took this many times as long: the estimate of compute is not exact, and copies slow each other.
 _SLACK = 1.5
+# What is told of copies ahead of their channel, in seconds of it, and how much faster than the estimate copies may turn out to be: a
+# channel that has nothing to do because it was told too late would be worse than one that was told too much.
+_AHEAD_S = 0.004
+_FASTER = 0.8
+# Sums of the same seconds in another order.
+_SAME = 1e-12
 # Channel and seconds of nodes by canonical name.
 Costs = dict[str, tuple[Channel, float]]
 
@@ -259,6 +266,58 @@ class _Run:
         self._issue()
         self.d2h = max(self.now, self.d2h) + seconds
         return self.d2h
+
+
+def just_in_time(schedule: Schedule, found: Scan, rates: Rates) -> Scan:
+    """The same scan with no copy to the device started while its channel has enough to do: it takes no less time, but the host issues
+    what computes before copies that would stand in a queue, and their memory is free until then. Never slower: the scan as it was where
+    this one is."""
+    if not rates.overlaps:
+        return found
+    run = _JustInTime(schedule, found, rates)
+    run.end_s()
+    later = replace(found, loads=run.loads(found.loads))
+    return later if schedule_s(schedule, later, rates) <= schedule_s(schedule, found, rates) * (1 + _SAME) else found
+
+
+class _JustInTime(_Run):
+    """A pass in which copies to the device, in the order of their channel, start as soon as they may and are soon to be needed there."""
+
+    def __init__(self, schedule: Schedule, found: Scan, rates: Rates) -> None:
+        super().__init__(schedule, found, rates)
+        self.transfers = transfers_of(found.loads)
+        self.queue: deque[tuple[int, float]] = deque()
+        self.start: dict[int, int] = {}
+
+    def end_s(self) -> float:
+        for event, seconds in zip(self.schedule.events, self.rates.event_s):
+            self._begin_soon(event.index, seconds)
+            if seconds:
+                self._issue()
+                self.now += seconds
+            self._end(event.index)
+        return max(self.now, self.h2d, self.d2h)
+
+    def loads(self, planned: Iterable[Load]) -> list[Load]:
+        """Those loads with the starts that were found."""
+        start = {load: self.start[number] for number, members in enumerate(self.transfers) for load in members}
+        return [load._replace(start=start[load]) for load in planned]
+
+    def _begin_soon(self, index: int, seconds: float) -> None:
+        self.queue.extend(self.starting.get(index, ()))
+        awaited = [number for number, _ in self.awaited.get(index, ())]
+        while any(number not in self.arrived for number in awaited):
+            self._start(index)
+        ready = max([self.now, *(self.arrived[number] for number in awaited)])
+        while self.queue and self.h2d < ready + seconds + _AHEAD_S:
+            self._start(index)
+        self.now = ready
+
+    def _start(self, index: int) -> None:
+        number, copy_s = self.queue.popleft()
+        self._issue()
+        self.start[number] = index
+        self.h2d = self.arrived[number] = max(self.now, self.h2d) + copy_s * _FASTER
 
 
 def _bytes(event: Event) -> int:

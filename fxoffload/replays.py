@@ -100,7 +100,7 @@ def comes_anew(role: Role | None) -> bool:
 
 def recorded(footprint: Footprint, graph: fx.Graph, bounds: Bounds, gradient_bytes: int) -> Footprint:
     """The footprint of the Step when it is replayed; `gradient_bytes`: of those that it returns on the device."""
-    return replace(footprint, recording_bytes=footprint.overhead_bytes + anew_bytes(graph, bounds) + gradient_bytes)
+    return replace(footprint, recording_bytes=footprint.overhead_bytes + anew_bytes(graph, bounds), handed_out_bytes=gradient_bytes)
 
 
 def anew_bytes(graph: fx.Graph, bounds: Bounds) -> int:

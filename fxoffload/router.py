@@ -53,14 +53,17 @@ class Recapture(BaseException):
 
 @dataclass(slots=True)
 class Generation:
-    """One compiled function and the largest shapes it is planned for, by batch name. Inputs seen later join it."""
+    """One compiled function and the largest shapes it is planned for, by batch name, the only ones where it `is_exact`. Inputs seen later
+    join it."""
 
     maxima: dict[str, Shape]
     step: CompiledStep
+    is_exact: bool = False
 
     def covers(self, batch: list[tuple[str, torch.Tensor]]) -> bool:
-        """True when no tensor of the batch is larger than planned."""
-        return all(name not in self.maxima or _within(tensor.shape, self.maxima[name]) for name, tensor in batch)
+        """True when no tensor of the batch is larger than planned, nor, in an exact one, smaller."""
+        fits = tuple.__eq__ if self.is_exact else _within
+        return all(name not in self.maxima or fits(tensor.shape, self.maxima[name]) for name, tensor in batch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +159,9 @@ class Router:
     def _varies(self, dim: int, size: int) -> bool:
         """Whether a dimension needs a symbol: planning alone sees one batch, and symbols make its capture several times as long."""
         options = self.session.options
-        return not options.planning_only or (dim < len(DIMENSIONS) and options.max_shape.get(DIMENSIONS[dim], 0) > size)
+        if not options.planning_only:
+            return options.dynamic
+        return dim < len(DIMENSIONS) and options.max_shape.get(DIMENSIONS[dim], 0) > size
 
     def _to_device(self, value: Any) -> Any:
         return pytree.tree_map_only(torch.Tensor, self._tensor_to_device, value)
@@ -258,14 +263,15 @@ class Router:
     ) -> Generation:
         """The first that covers the batch, else a new one of `function()`. `most`: the shapes to plan for, None: those that are met."""
         declared = self.session.options.max_shape if most is None else {}
+        is_exact = most is None and not self.session.options.dynamic
         for generation in generations:
             if generation.covers(batch):
                 _learn(generation.maxima, batch, declared)
                 return generation
-        maxima = dict(most) if most is not None else dict(generations[-1].maxima) if generations else {}
+        maxima = dict(most) if most is not None else dict(generations[-1].maxima) if generations and not is_exact else {}
         _learn(maxima, batch, declared)
         self.functions = launching_functions()
-        return Generation(maxima, CompiledStep(function(), self.session.backend))
+        return Generation(maxima, CompiledStep(function(), self.session.backend), is_exact)
 
     def _step_function(self) -> Callable[..., Any]:
         return _step_function(self.session.options.outputs, self.shadows)

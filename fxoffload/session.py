@@ -69,6 +69,7 @@ class Options:
     outputs: str = "auto"
     numerics: str = "bitwise"
     executor: str = "eager"
+    dynamic: bool = True
     replan: bool = True
     dump_dir: Path | None = None
     cache_dir: Path | None = None

@@ -308,6 +308,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "machine": {"machine": "h200"},
     "a rate of the machine": {"machine": replace(load_machine("cpu"), dispatch_s=1e-3)},
     "replan": {"replan": False},
+    "one shape": {"dynamic": False},
 }
 
 

@@ -187,6 +187,29 @@ def test_a_shape_the_plan_does_not_cover_is_refused_without_replan() -> None:
     model.fxoffload.close()
 
 
+def test_a_capture_for_one_shape_has_no_symbols_and_each_other_shape_has_its_own_under_one_plan() -> None:
+    case = llama(num_hidden_layers=1)
+    plain = copy.deepcopy(case.model)
+    options: dict[str, Any] = {"device": "cpu", "device_budget": "700KiB", "dynamic": False}
+    model = fxoffload.compile(case.model, batch_of("plain", 16, 2, 0), **options)
+    for shape, n_captures in (((16, 2), 1), ((12, 2), 2), ((10, 3), 3), ((16, 2), 3), ((12, 2), 3)):
+        batch = batch_of("plain", *shape, 3)
+        assert loss_of(plain, batch, False) == loss_of(model, batch, False)
+        assert captures(model) == n_captures and len(model.fxoffload.plan.graphs) == 1
+    assert_same(plain, model)
+    assert not [n for graph in model.fxoffload.graphs.values() for n in graph.nodes if isinstance(n.meta.get("val"), torch.SymInt)]
+    plan = model.fxoffload.plan
+    model.fxoffload.close()
+
+    model = fxoffload.compile(model, batch_of("plain", 16, 2, 0), plan=plan, replan=False, **options)
+    loss_of(model, batch_of("plain", 12, 2, 0), False)
+    with pytest.raises(fxoffload.PlanError, match="replan=False"):
+        model(**batch_of("plain", 200, 8, 0))
+    model.fxoffload.close()
+    with pytest.raises(ValueError, match="max_shape"):
+        fxoffload.compile(model, batch_of("plain", 16, 2, 0), max_shape={"batch": 4}, **options)
+
+
 @pytest.mark.slow
 def test_more_recompiles_than_dynamo_allows_raise() -> None:
     class Counting(torch.nn.Linear):

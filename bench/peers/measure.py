@@ -9,6 +9,7 @@ import os
 import resource
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,8 @@ from typing import Any
 
 import psutil
 import torch
+from torch.profiler import ProfilerActivity, profile
+from traces import causes, events_of, overlap, write_compact
 
 from peers.rows import ROWS
 from peers.table import PEERS
@@ -34,13 +37,14 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--lock", type=Path)
+    parser.add_argument("--trace", type=Path, help="traces one step more, on CUDA: a file for a compact form of it")
     parser.add_argument("--out", type=Path, required=True)
     chosen = parser.parse_args()
     row = ROWS[chosen.row].tiny if chosen.tiny else ROWS[chosen.row]
     task = Task(row, chosen.device, None if chosen.uncapped else row.cap_bytes)
     said: dict[str, Any] = {}
     try:
-        said = measured(PEERS[chosen.peer], task, chosen.lock)
+        said = measured(PEERS[chosen.peer], task, chosen.lock, chosen.trace)
     except BaseException as error:
         said = {"error": message(error)}
         raise
@@ -54,8 +58,9 @@ def message(error: BaseException) -> str:
     return told if error.__cause__ is None else f"{told} From {message(error.__cause__)}"
 
 
-def measured(peer: Peer, task: Task, lock: Path | None = None) -> dict[str, Any]:
-    """The fields of the row. Memory is counted from the first step on: what loading needed is not in it."""
+def measured(peer: Peer, task: Task, lock: Path | None = None, trace: Path | None = None) -> dict[str, Any]:
+    """The fields of the row. Memory is counted from the first step on: what loading needed is not in it. `trace`: where the trace of one
+    step more goes, when all else is measured."""
     started = time.perf_counter()
     os.environ.update(peer.environment)
     with alone(lock, others=True):
@@ -75,8 +80,24 @@ def measured(peer: Peer, task: Task, lock: Path | None = None) -> dict[str, Any]
             "tokens_per_s": task.row.tokens / statistics.median(seconds[warm:]), "loss_first": losses[0], "loss_last": losses[last],
             "losses": losses, **card.peaks(facts.pop("pinned_bytes", 0)), "prepare_s": prepare_s, "facts": facts, "versions": versions(),
             "device": torch.cuda.get_device_name(0) if task.device == "cuda" else "cpu"}
+        row |= traced(training.step, trace) if trace is not None and card.there else {}
         training.close()
     return row
+
+
+def traced(step: Callable[[], torch.Tensor], compact: Path) -> dict[str, Any]:
+    """Where the seconds of a traced step go, its optimizer's among them, and how much of the copies lies under kernels (`traces.py`)."""
+    from fxoffload.machine import default_machine  # no peer has us in its process while it is measured
+
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as recorded:
+        step()
+        torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as scratch:
+        path = Path(scratch) / "step.json"
+        recorded.export_chrome_trace(str(path))
+        events = events_of(path)
+    write_compact(events, compact)
+    return {"traced": causes(events) | {"overlap": overlap(events, default_machine("cuda").channel_bytes_per_s)}}
 
 
 def taken(step: Callable[[], torch.Tensor], n: int, synchronize: Callable[[], None]) -> tuple[list[float], list[float]]:

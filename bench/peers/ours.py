@@ -12,12 +12,12 @@ import torch
 from peers.resident import with_liger
 from peers.task import Task, Training, adamw, loop
 
-# Of the card without a cap: the context and what libraries take lie beside it.
+# Of what is free on the card, without a cap: what libraries take lies beside it.
 UNCAPPED_SHARE = 0.9
 
 
 def ours(task: Task, *, numerics: str, executor: str = "eager", liger: bool = False) -> Training:
-    """The model is loaded on the host and compiled for the cap; the loop is everybody's. `liger`: with Liger's kernels in it, but for its loss."""
+    """The model is loaded on the host and compiled for the cap and the batch's shape; the loop is everybody's. `liger`: with Liger's kernels in it, but for its loss."""
     import fxoffload
 
     base = task.base("cpu")
@@ -27,7 +27,7 @@ def ours(task: Task, *, numerics: str, executor: str = "eager", liger: bool = Fa
     started = time.perf_counter()
     fxoffload.compile(
         model, task.batch("cpu"), device=task.device, device_budget=_budget(task), numerics=numerics, executor=executor,
-        optimizer="adamw_torch_fused")
+        optimizer="adamw_torch_fused", dynamic=False)
     compile_s = time.perf_counter() - started
     n_steps = 0
     step_once = loop(model, task.batch(), adamw(model))
@@ -43,7 +43,7 @@ def ours(task: Task, *, numerics: str, executor: str = "eager", liger: bool = Fa
 def _budget(task: Task) -> int:
     if task.cap_bytes is not None:
         return task.cap_bytes
-    return int(torch.cuda.get_device_properties(0).total_memory * UNCAPPED_SHARE) if task.device == "cuda" else 1 << 40
+    return int(torch.cuda.mem_get_info()[0] * UNCAPPED_SHARE) if task.device == "cuda" else 1 << 40
 
 
 def facts(session: Any, n_steps: int) -> Mapping[str, Any]:

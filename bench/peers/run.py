@@ -1,7 +1,7 @@
 """The same training step by us and by our peers, each in a process of its own, one after the other.
 
     python bench/peers/run.py --row L1 [--peers fxoffload-bitwise,fsdp2,plain@none] [--out FILE] [--limit-s 240] [--total-s 570]
-        [--lock FILE]
+        [--lock FILE] [--traces FOLDER]
     python bench/peers/run.py --row L1 --tiny --device cpu          two narrow layers: does every peer run?
     python bench/peers/run.py --list
 
@@ -67,6 +67,7 @@ def main() -> int:
     parser.add_argument("--limit-s", type=float, default=240)
     parser.add_argument("--total-s", type=float, default=float("inf"))
     parser.add_argument("--lock", type=Path, help="a file: runs that have the same one prepare beside each other and measure one by one")
+    parser.add_argument("--traces", type=Path, help="a folder: one step more is traced, its copies and gaps are in the row, its trace there")
     parser.add_argument("--machine", help="whose rates the physical limit has; default: h200, for a CPU cpu")
     parser.add_argument("--no-limit", action="store_true", help="leaves the physical limit to limit.py --into")
     parser.add_argument("--list", action="store_true", help="rows and peers")
@@ -83,7 +84,7 @@ def main() -> int:
             limits[row.name] = limits_of(row, machine, chosen.tiny)
         left_s = chosen.total_s - (time.perf_counter() - started)
         measured = None if left_s < LEAST_S else started_alone(
-            row, name, chosen.device, chosen.tiny, min(chosen.limit_s, left_s), chosen.lock)
+            row, name, chosen.device, chosen.tiny, min(chosen.limit_s, left_s), chosen.lock, chosen.traces)
         if measured is None or (measured["process_s"] >= left_s and "error" in measured):
             print(f"{row.name:7s} {name}: no time left", flush=True)
             continue
@@ -116,7 +117,9 @@ def limits_of(row: Row, machine: str, tiny: bool) -> dict[str, Any]:
         return found
 
 
-def started_alone(row: Row, name: str, device: str, tiny: bool, limit_s: float, lock: Path | None = None) -> dict[str, Any]:
+def started_alone(
+    row: Row, name: str, device: str, tiny: bool, limit_s: float, lock: Path | None = None, traces: Path | None = None,
+) -> dict[str, Any]:
     """The row of one peer, measured by a process of its own that is gone, with all it started, when this returns."""
     peer, uncapped = name.removesuffix(UNCAPPED), name.endswith(UNCAPPED) or row.cap_bytes is None
     shown = row.tiny if tiny else row
@@ -127,6 +130,7 @@ def started_alone(row: Row, name: str, device: str, tiny: bool, limit_s: float, 
         command = [sys.executable, "-m", "peers.measure", "--row", row.name, "--peer", peer, "--device", device, "--out", str(out)]
         command += ["--uncapped"] * uncapped + ["--tiny"] * tiny
         command += ["--lock", str(lock)] if lock is not None else []
+        command += ["--trace", str(traces / f"{row.name}-{name}.json.gz")] if traces is not None else []
         began = time.perf_counter()
         status = ended(command, environment(), log, limit_s)
         took_s = time.perf_counter() - began
