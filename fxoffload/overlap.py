@@ -291,11 +291,18 @@ class _JustInTime(_Run):
 
     def end_s(self) -> float:
         for event, seconds in zip(self.schedule.events, self.rates.event_s):
-            self._begin_soon(event.index, seconds)
+            self.queue.extend(self.starting.get(event.index, ()))
+            reached, awaited = self.now, [number for number, _ in self.awaited.get(event.index, ())]
+            while any(number not in self.arrived for number in awaited):
+                self._start(event.index, reached)
+            self.now = max([self.now, *(self.arrived[number] for number in awaited)])
             if seconds:
                 self._issue()
                 self.now += seconds
             self._end(event.index)
+            # Until the next event is reached, the channel has this much to do.
+            while self.queue and self.h2d < self.now + _AHEAD_S:
+                self._start(event.index, reached)
         return max(self.now, self.h2d, self.d2h)
 
     def loads(self, planned: Iterable[Load]) -> list[Load]:
@@ -303,21 +310,12 @@ class _JustInTime(_Run):
         start = {load: self.start[number] for number, members in enumerate(self.transfers) for load in members}
         return [load._replace(start=start[load]) for load in planned]
 
-    def _begin_soon(self, index: int, seconds: float) -> None:
-        self.queue.extend(self.starting.get(index, ()))
-        awaited = [number for number, _ in self.awaited.get(index, ())]
-        while any(number not in self.arrived for number in awaited):
-            self._start(index)
-        ready = max([self.now, *(self.arrived[number] for number in awaited)])
-        while self.queue and self.h2d < ready + seconds + _AHEAD_S:
-            self._start(index)
-        self.now = ready
-
-    def _start(self, index: int) -> None:
+    def _start(self, index: int, reached: float) -> None:
+        """The next copy starts before the event of that index, which compute had `reached` by then."""
         number, copy_s = self.queue.popleft()
         self._issue()
         self.start[number] = index
-        self.h2d = self.arrived[number] = max(self.now, self.h2d) + copy_s * _FASTER
+        self.h2d = self.arrived[number] = max(reached, self.h2d) + copy_s * _FASTER
 
 
 def _bytes(event: Event) -> int:

@@ -51,7 +51,7 @@ def aot_backend(
 @contextlib.contextmanager
 def capture_config() -> Iterator[None]:
     """Settings of our own compile: logging calls do not break graphs, scalars are captured, backward runs without autocast as in
-    eager."""
+    eager. Both halves are compiled before either runs: what one needs of the arena is known when the other takes it."""
 
     ignored = {getattr(logging.Logger, n) for n in ("warning_once", "info_once") if hasattr(logging.Logger, n)}
     dynamo = torch._dynamo.config.patch(
@@ -61,7 +61,7 @@ def capture_config() -> Iterator[None]:
     # Only marked sizes are symbolic, and two that happen to be equal now are not one: what a capture is valid for depends on
     # the call alone, not on calls before it or on other models.
     shapes = torch.fx.experimental._config.patch(use_duck_shape=False)  # type: ignore[attr-defined]  # installed when it is imported
-    with dynamo, shapes, torch._functorch.config.patch(backward_pass_autocast="off"):
+    with dynamo, shapes, torch._functorch.config.patch(backward_pass_autocast="off", force_non_lazy_backward_lowering=True):
         _METRICS_LOG.addFilter(_says_more_than_settings)
         try:
             yield

@@ -78,14 +78,14 @@ def fault(row: Row, free: Row) -> str:
 def rows(
     family: str, device: str, simulated: SimulatedDevice | None = None, fractions: tuple[float, ...] = FRACTIONS, **options: str,
 ) -> Iterator[Row]:
-    """One Row per fraction, the first of them 1.0 and without a limit. On the simulated device each capacity is the budget. `options`: of
-    `fxoffload.compile`."""
+    """One Row per fraction, the first of them 1.0 and without a limit, captured for all sizes, the others for that of the batch. On the
+    simulated device each capacity is the budget. `options`: of `fxoffload.compile`."""
     make = FAMILIES[family]
     _start(simulated, None)
     expected = plain_run(make, torch.device(device))
     free: Row | None = None
     alone: Callable[[str], int] | None = None
-    for fraction in fractions:
+    for i, fraction in enumerate(fractions):
         torch._dynamo.reset()
         gc.collect()
         case = make()
@@ -93,7 +93,7 @@ def rows(
         base = _start(simulated, None if free is None else budget)
         try:
             with _autocast(case, device):
-                model = fxoffload.compile(case.model, case.batch, device=device, device_budget=budget, **options)  # type: ignore[arg-type]
+                model = fxoffload.compile(case.model, case.batch, device=device, device_budget=budget, dynamic=not i, **options)  # type: ignore[arg-type]
         except fxoffload.PlanError as refusal:
             assert alone is not None, refusal
             yield Row(family, device, fraction, budget, refused=str(refusal), op_alone_bytes=alone(_named_op(refusal)))

@@ -35,7 +35,7 @@ def lora() -> Case:
 
 
 def compiled(case: Case, **options: Any) -> Any:
-    return fxoffload.compile(case.model, case.batch, **{"device": "cpu", "device_budget": BUDGET, "pins": HOST, **options})
+    return fxoffload.compile(case.model, case.batch, **{"device": "cpu", "device_budget": BUDGET, "pins": HOST, "dynamic": False, **options})
 
 
 def count(session: Session, op: object) -> int:

@@ -192,6 +192,7 @@ def test_nothing_is_noted_under_autocast_or_where_no_rows_are_left_out() -> None
 # Models ------------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_metrics_of_an_evaluation_without_labels_make_no_value_of_the_logits_size() -> None:
     setting = SETTINGS["gpt2"]()
     ids = {"input_ids": setting.batch["input_ids"]}

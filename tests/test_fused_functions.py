@@ -58,7 +58,7 @@ def test_frozen_weights_that_a_function_keeps_are_gathered_again_for_backward(na
 
 def lowered(case: Case, budget: int | str, pins: list[fxoffload.Pin]) -> tuple[fx.Graph, int]:
     """The lowered step and its predicted peak, after a look at what it saves."""
-    model: Any = fxoffload.compile(case.model, case.batch, device="cpu", device_budget=budget, pins=pins)
+    model: Any = fxoffload.compile(case.model, case.batch, device="cpu", device_budget=budget, pins=pins, dynamic=False)
     (graph,), peak_bytes = model.fxoffload.graphs.values(), model.fxoffload.plan.predicted.device_peak_bytes
     border, live = border_of(graph), liveness(graph, output_of(graph).meta[text.BOUNDS])
     assert border is not None

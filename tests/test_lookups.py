@@ -95,7 +95,7 @@ def test_the_bytes_of_the_rows_are_counted_and_the_table_takes_no_memory() -> No
 @pytest.mark.parametrize("tied", [False, True], ids=["apart", "tied"])
 @pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
 @pytest.mark.parametrize("named", [{}, {"padding_idx": 3}, {"scale_grad_by_freq": True}], ids=["plain", "padding", "scaled"])
-@pytest.mark.parametrize("device", ["cpu", "fxsim"])
+@pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.slow), "fxsim"])
 def test_training_has_the_bits_of_the_plain_model(
         tied: bool, frozen: bool, named: dict[str, Any], device: str, simulated_device: SimulatedDevice) -> None:
     torch.manual_seed(0)

@@ -48,7 +48,7 @@ def lora() -> Case:
 
 
 def compiled(case: Case, device_budget: int | str, **options: Any) -> Any:
-    return fxoffload.compile(case.model, case.batch, **{"device": "cpu", "device_budget": device_budget, **options})
+    return fxoffload.compile(case.model, case.batch, **{"device": "cpu", "device_budget": device_budget, "dynamic": False, **options})
 
 
 def on_disk(model: Any, folder: Path) -> dict[str, bool]:

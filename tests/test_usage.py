@@ -327,7 +327,7 @@ def test_compile_touches_no_random_state_no_mode_and_no_gradient() -> None:
     config = case.model.config.to_json_string()
     random.seed(1), np.random.seed(2), torch.manual_seed(3)
     expected = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
-    model = compiled(case.model, case.batch, device_budget="900KiB")
+    model = compiled(case.model, case.batch, device_budget="900KiB", dynamic=False)
     assert torch.equal(torch.get_rng_state(), expected[0]) and random.getstate() == expected[1]
     assert np.random.get_state()[1].tolist() == expected[2]
     assert model.training and model.config.to_json_string() == config and model is case.model
@@ -572,7 +572,7 @@ def test_out_of_memory_in_the_middle_of_a_step_leaves_nothing_open_and_the_model
     del plain
     gc.collect()
     start = simulated_device.memory_allocated()
-    model = compiled(case.model, case.batch, device="fxsim", device_budget="800KiB")
+    model = compiled(case.model, case.batch, device="fxsim", device_budget="800KiB", dynamic=False)
     settled = simulated_device.memory_allocated()
     needed = model.fxoffload.plan.predicted.device_peak_bytes
     for capacity in (needed * 4 // 10, needed * 7 // 10, needed * 9 // 10):
@@ -597,7 +597,7 @@ def test_a_frozen_parameter_that_is_thawed_trains_on_a_second_device_too(simulat
     case = llama(num_hidden_layers=1)
     case.model.requires_grad_(False).lm_head.requires_grad_(True)
     plain = copy.deepcopy(case.model).to("fxsim")
-    model = compiled(case.model, case.batch, device="fxsim", device_budget="100MiB")
+    model = compiled(case.model, case.batch, device="fxsim", device_budget="100MiB", dynamic=False)
     losses = []
     for net in (plain, model):
         device_batches = [{k: v.to("fxsim") for k, v in batch.items()} for batch in BATCHES]
@@ -639,7 +639,7 @@ def test_outputs_that_a_config_asks_for_are_recorded(kind: str, field: str) -> N
 def test_hidden_states_that_a_call_asks_for_are_recorded() -> None:
     case = llama(num_hidden_layers=1)
     reference = copy.deepcopy(case.model)
-    with fxoffload.compile(case.model, case.batch, device="cpu", device_budget="16MiB").fxoffload as model:
+    with fxoffload.compile(case.model, case.batch, device="cpu", device_budget="16MiB", dynamic=False).fxoffload as model:
         recorded(model, reference, {**case.batch, "output_hidden_states": True}, "hidden_states")
         assert "hidden_states" not in model(**case.batch)
     assert not any(module._forward_hooks for module in case.model.modules()), "what records went with the session"
