@@ -63,7 +63,7 @@ class Blocks(nn.Module):
 
 
 def compiled(model: nn.Module, **options: Any) -> Any:
-    return fxoffload.compile(model, X, **{"device": "cpu", "device_budget": "8MiB"} | options)
+    return fxoffload.compile(model, X, **{"device": "cpu", "device_budget": "8MiB", "dynamic": False} | options)
 
 
 def gradients(model: nn.Module) -> list[torch.Tensor]:

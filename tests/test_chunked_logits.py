@@ -240,7 +240,7 @@ def test_on_a_device_too_small_for_the_logits_metrics_keep_to_what_their_plans_s
     gc.collect()
     base = simulated_device.memory_allocated()
     simulated_device.set_capacity(base + budget)
-    model = compiled(setting, budget, device="fxsim", executor=executor)
+    model = compiled(setting, budget, device="fxsim", executor=executor, dynamic=False)
     out = model(**setting.batch)
     out.loss.backward()
     model.zero_grad()

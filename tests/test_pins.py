@@ -32,7 +32,7 @@ def layers() -> nn.Module:
 
 
 def compiled(*pins: Pin, budget: int | str = TIGHT, **options: Any) -> Any:
-    return fxoffload.compile(layers(), X, **{"device": "cpu", "device_budget": budget, "pins": pins, **options})
+    return fxoffload.compile(layers(), X, **{"device": "cpu", "device_budget": budget, "pins": pins, "dynamic": False, **options})
 
 
 def plan_of(*pins: Pin, **options: Any) -> Plan:

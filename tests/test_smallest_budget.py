@@ -88,7 +88,7 @@ def smallest_and_largest(make: Any, device: str, folder: Path) -> tuple[int, int
 
 def compiled(case: Case, device: str, budget: int, folder: Path) -> Any:
     with autocast(case, device):
-        return fxoffload.compile(case.model, case.batch, device=device, device_budget=budget, dump_dir=folder)
+        return fxoffload.compile(case.model, case.batch, device=device, device_budget=budget, dump_dir=folder, dynamic=False)
 
 
 def autocast(case: Case, device: str) -> contextlib.AbstractContextManager[object]:
