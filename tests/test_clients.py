@@ -184,7 +184,8 @@ def same_files(theirs: Path, mine: Path) -> None:
 # Accelerate ---------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("prepared_first", [False, True], ids=["compile then prepare", "prepare then compile"])
+@pytest.mark.parametrize("prepared_first", [
+    pytest.param(False, id="compile then prepare"), pytest.param(True, id="prepare then compile", marks=pytest.mark.slow)])
 def test_a_bare_accelerate_loop_trains_as_without_fxoffload(prepared_first: bool) -> None:
     results = []
     for compiled in (False, True):

@@ -116,10 +116,12 @@ def is_hit(folder: Path, caplog: pytest.LogCaptureFixture, **options: Any) -> bo
 
 
 @pytest.mark.parametrize("family", [
-    lambda: (tiny(), [ids(), ids(1, 5), ids()]),
-    lambda: ((case := llama()).model, [case.batch, {k: v[:, :20].contiguous() for k, v in case.batch.items()}]),
-    lambda: ((case := lora()).model, [case.batch, case.batch]),
-], ids=["tiny", "llama", "lora"])
+    pytest.param(lambda: (tiny(), [ids(), ids(1, 5), ids()]), id="tiny"),
+    pytest.param(
+        lambda: ((case := llama()).model, [case.batch, {k: v[:, :20].contiguous() for k, v in case.batch.items()}]), id="llama",
+        marks=pytest.mark.slow),
+    pytest.param(lambda: ((case := lora()).model, [case.batch, case.batch]), id="lora"),
+])
 def test_a_second_start_gives_the_same_bits_and_the_same_plan(family: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model, batches = family()
     again = copy.deepcopy(model)
@@ -170,6 +172,7 @@ def test_a_second_start_with_fused_kernels_loads_them_and_gives_the_same_bits(tm
         assert text.render(second.fxoffload.graphs[label], offsets=True) == text.render(graph, offsets=True)
 
 
+@pytest.mark.slow
 def test_what_making_kernels_finds_out_about_sizes_is_found_out_again_and_keeps_no_step_from_the_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

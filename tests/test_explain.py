@@ -168,6 +168,7 @@ def test_every_remedy_of_a_refused_plan_is_a_plan() -> None:
         fxoffload.plan(model, (2 * batch, sequence) if sequence == 32 else (batch, 2 * sequence), device_budget="250KiB", machine="cpu")
 
 
+@pytest.mark.slow
 def test_a_host_that_is_too_small_is_told_what_host_or_disk_would_do() -> None:
     plan = functools.partial(fxoffload.plan, small_lora(), SHAPE, device_budget=BUDGET, machine="cpu")
     small = sum(one.n_bytes for one in plan().residency if one.tier.on_host) - 100_000  # no plan does with less than all parameters

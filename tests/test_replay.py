@@ -262,7 +262,7 @@ def test_a_forward_that_was_issued_before_its_call_was_checked_counts_only_if_no
         simulated_device: SimulatedDevice, replaying: list[Again]) -> None:
     case = zoo.lora(dropout=0.1, num_hidden_layers=1)
     plain = copy.deepcopy(case.model).to("fxsim")
-    model = fxoffload.compile(case.model, tokens(), device="fxsim", device_budget="16MiB")
+    model = fxoffload.compile(case.model, tokens(), device="fxsim", device_budget="16MiB", dynamic=False)
     early, expected = replaying[0].early, {"used": 0, "in vain": 0}
 
     def step(used: int, in_vain: int, change: Callable[[nn.Module], object] = lambda _: None) -> None:
@@ -307,7 +307,7 @@ def test_what_cannot_be_recorded_is_called_and_said(
     monkeypatch.setattr(Again, "record", refuse)
     case, batches = FAMILIES["lora"](), [tokens(seed=i) for i in range(5)]
     plain = copy.deepcopy(case.model).to("fxsim")
-    model = fxoffload.compile(case.model, batches[0], device="fxsim", device_budget="16MiB")
+    model = fxoffload.compile(case.model, batches[0], device="fxsim", device_budget="16MiB", dynamic=False)
     with caplog.at_level(logging.WARNING, logger="fxoffload"):
         got = trained(model, batches)
     assert all(torch.equal(a, b) for a, b in zip(got[0], trained(plain, batches)[0], strict=True))
@@ -378,7 +378,7 @@ def test_where_one_half_of_a_step_cannot_be_recorded_both_are_called(
     monkeypatch.setattr(Again, "record", once)
     case, batches = FAMILIES["lora"](), [tokens(seed=i) for i in range(6)]
     plain = copy.deepcopy(case.model).to("fxsim")
-    model = fxoffload.compile(case.model, batches[0], device="fxsim", device_budget="16MiB")
+    model = fxoffload.compile(case.model, batches[0], device="fxsim", device_budget="16MiB", dynamic=False)
     got = trained(model, batches)
     assert all(torch.equal(a, b) for a, b in zip(got[0], trained(plain, batches)[0], strict=True))
     (recordings,) = replaying
@@ -391,7 +391,7 @@ def test_a_step_with_numbers_that_the_host_draws_is_called_and_said(
     model, x = HostNoise(), torch.rand(4, 16)
     plain = copy.deepcopy(model).to("fxsim")
     with caplog.at_level(logging.WARNING, logger="fxoffload"):
-        model = fxoffload.compile(model, (x,), device="fxsim", device_budget="16MiB")
+        model = fxoffload.compile(model, (x,), device="fxsim", device_budget="16MiB", dynamic=False)
         losses = []
         for one in (plain, model):
             torch.manual_seed(0)

@@ -176,7 +176,7 @@ def test_parts_of_a_larger_batch_run_in_the_capture_of_the_sample() -> None:
 def test_a_shape_the_plan_does_not_cover_is_refused_without_replan() -> None:
     case = llama(num_hidden_layers=1)
     options: dict[str, Any] = {"device": "cpu", "device_budget": "600KiB"}
-    model = fxoffload.compile(case.model, batch_of("plain", 16, 2, 0), **options)
+    model = fxoffload.compile(case.model, batch_of("plain", 16, 2, 0), dynamic=False, **options)
     plan = model.fxoffload.plan
     model.fxoffload.close()
     model = fxoffload.compile(model, batch_of("plain", 16, 2, 0), plan=plan, replan=False, **options)
@@ -198,13 +198,6 @@ def test_a_capture_for_one_shape_has_no_symbols_and_each_other_shape_has_its_own
         assert captures(model) == n_captures and len(model.fxoffload.plan.graphs) == 1
     assert_same(plain, model)
     assert not [n for graph in model.fxoffload.graphs.values() for n in graph.nodes if isinstance(n.meta.get("val"), torch.SymInt)]
-    plan = model.fxoffload.plan
-    model.fxoffload.close()
-
-    model = fxoffload.compile(model, batch_of("plain", 16, 2, 0), plan=plan, replan=False, **options)
-    loss_of(model, batch_of("plain", 12, 2, 0), False)
-    with pytest.raises(fxoffload.PlanError, match="replan=False"):
-        model(**batch_of("plain", 200, 8, 0))
     model.fxoffload.close()
     with pytest.raises(ValueError, match="max_shape"):
         fxoffload.compile(model, batch_of("plain", 16, 2, 0), max_shape={"batch": 4}, **options)

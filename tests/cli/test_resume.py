@@ -111,6 +111,7 @@ def kill_and_compare(settings: Settings, tmp_path: Path, n_kills: int, seed: int
     assert weights(result) == weights(expected)
 
 
+@pytest.mark.slow
 def test_a_run_killed_at_random_instants_ends_in_the_same_bits(settings: Settings, tmp_path: Path) -> None:
     kill_and_compare(settings, tmp_path, n_kills=4, seed=0)
 
