@@ -57,12 +57,12 @@ def compile(
 
     `batch` is one sample (mapping, tuple or tensor); its sizes, or `max_shape` ({"batch": n, "sequence": n}), are the largest the
     plan is made for; smaller batches run on the same capture. `dynamic` False, as in torch.compile: a capture is for one shape, and made
-    in about half the time; each other shape is captured anew, under the same plan where it has room. `device_budget` is bytes, text like "24GiB", or "auto" (what
-    is free now, less what libraries keep); `host_budget` None is what the machine has free less a sixteenth of its memory. `optimizer` is
-    transformers' name of one, a class, an instance or None: its states are planned. Of a model with a vision tower that is given text
-    alone, a step with synthetic images is planned too, with a warning. `model.fxoffload` then has the plan, the lowered graphs, the report
-    and `close()`. Raises ValueError for a bad argument and PlanError when a budget cannot be met, before anything runs; the model is then
-    as it was.
+    in about half the time; each other shape is captured anew, under the same plan where it has room. `device_budget` is bytes, text like
+    "24GiB", or "auto" (what is free now, less what libraries keep); `host_budget` None is what the machine has free less a sixteenth of
+    its memory. `optimizer` is transformers' name of one, a class, an instance or None: its states are planned. Of a model with a vision
+    tower that is given text alone, a step with synthetic images is planned too, with a warning. `model.fxoffload` then has the plan, the
+    lowered graphs, the report and `close()`. Raises ValueError for a bad argument and PlanError when a budget cannot be met, before
+    anything runs; the model is then as it was.
     """
     target = with_index(device)
     _check_choices(outputs=outputs, numerics=numerics, executor=executor)

@@ -2,8 +2,7 @@
 
 A copy to the device starts early enough to end before its use, a copy to the host is awaited when it has ended, as far as the
 memory that is left allows. `just_in_time` then lets those copies wait that would only stand behind others on their channel.
-`schedule_s` is the list schedule of events and copies on their channels: what `timeline` says of the
-lowered graph, without lowering it.
+`schedule_s` is the list schedule of events and copies on their channels: what `timeline` says of the lowered graph, without lowering it.
 """
 
 from __future__ import annotations

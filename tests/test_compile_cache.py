@@ -172,7 +172,6 @@ def test_a_second_start_with_fused_kernels_loads_them_and_gives_the_same_bits(tm
         assert text.render(second.fxoffload.graphs[label], offsets=True) == text.render(graph, offsets=True)
 
 
-@pytest.mark.slow
 def test_what_making_kernels_finds_out_about_sizes_is_found_out_again_and_keeps_no_step_from_the_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

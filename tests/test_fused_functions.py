@@ -41,8 +41,7 @@ def test_they_train_bit_equal_inside_the_budget(name: str, simulated_device: Sim
     assert not found[1].refused
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [n for n in CASES if n.startswith("lora")])
+@pytest.mark.parametrize("name", [quick(n, n == "lora-mlp") for n in CASES if n.startswith("lora")])
 def test_frozen_weights_that_a_function_keeps_are_gathered_again_for_backward(name: str) -> None:
     """Under a budget that has no room to keep them; and what is made of weights alone is never saved, whatever the room."""
     case = CASES[name]()

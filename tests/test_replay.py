@@ -214,8 +214,8 @@ def trained(model: nn.Module, batches: Sequence[dict[str, torch.Tensor]], accumu
 
 @pytest.mark.parametrize(("family", "budget", "accumulated"), [
     ("lora", "16MiB", 2), ("lora", "600KiB", 1), ("llama", "700KiB", 2),
-    pytest.param("lora_bf16", "16MiB", 1, marks=pytest.mark.slow), pytest.param("lora", "16MiB", 1, marks=pytest.mark.slow), pytest.param("llama", "700KiB", 1, marks=pytest.mark.slow),
-    pytest.param("phi3", "16MiB", 1, marks=pytest.mark.slow)])
+    *(pytest.param(family, budget, 1, marks=pytest.mark.slow)
+      for family, budget in (("lora_bf16", "16MiB"), ("lora", "16MiB"), ("llama", "700KiB"), ("phi3", "16MiB")))])
 def test_replayed_steps_have_the_bits_of_plain_ones_and_copy_as_much(
         family: str, budget: str, accumulated: int, simulated_device: SimulatedDevice, replaying: list[Again]) -> None:
     case, batches = FAMILIES[family](), [tokens(seed=i) for i in range(8)]

@@ -17,7 +17,8 @@ UNCAPPED_SHARE = 0.9
 
 
 def ours(task: Task, *, numerics: str, executor: str = "eager", liger: bool = False) -> Training:
-    """The model is loaded on the host and compiled for the cap and the batch's shape; the loop is everybody's. `liger`: with Liger's kernels in it, but for its loss."""
+    """The model is loaded on the host and compiled for the cap and the batch's shape; the loop is everybody's. `liger`: with Liger's kernels in
+    it, but for its loss."""
     import fxoffload
 
     base = task.base("cpu")
