@@ -212,6 +212,8 @@ class Router:
             self.scope = {}
         if is_new:
             generations.append(generation)
+        if self.session.recordings is not None:
+            self.session.recordings.expect(out)
         return out
 
     def read(

@@ -20,7 +20,7 @@ from .compile_cache.files import Files
 from .compile_cache.store import CompileCache, Restoring, Storing
 from .dispatch import settle_order
 from .footprint import Footprint
-from .graph import Role, name_of, output_of, root_of
+from .graph import Role, name_of, output_of, returned, root_of
 from .heads import find_heads
 from .heap import Litter, heap_at_rest
 from .integrations import transformers
@@ -37,6 +37,7 @@ from .places import Places, moves_in_place
 from .reads import LeftOut, Reads
 from .router import CaptureComplete, Recapture, Router
 from .runtime.allocator import Cap, meter_for
+from .runtime.begun import Pair
 from .runtime.device_arena import DeviceArena, for_device
 from .runtime.executor import boxed, compile_eager, compile_placed, gradients_end
 from .runtime.host_memory import HostMemory
@@ -49,8 +50,8 @@ from .torch_compat import WeakBackend, allow_second_backward, aot_backend, writt
 
 log = logging.getLogger("fxoffload")
 
-# On the output node of a lowered graph: whether it is to be replayed from a recording; on those of its halves: that node.
-_REPLAYS, _WHOLE = "fxoffload_replays", "fxoffload_whole"
+# On the output node of a lowered graph: whether it is to be replayed from a recording; on those of its halves: that node, and what they share.
+_REPLAYS, _WHOLE, _PAIR = "fxoffload_replays", "fxoffload_whole", "fxoffload_pair"
 # On the output node of a lowered graph: the outputs it leaves out, as LeftOut.
 _LEFT_OUT = "fxoffload_left_out"
 
@@ -164,8 +165,9 @@ class Session:
     def _partition(self, joint: fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, **_: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         lowered = self._lowered_step(joint.graph, num_fwd_outputs) if self.restoring is None else self.restoring.lowered(joint.graph)
         halves = split(lowered)
+        pair = Pair(len(returned(lowered)[0]))
         for half in (halves.forward, halves.backward):
-            output_of(half).meta[_WHOLE] = output_of(lowered)
+            output_of(half).meta |= {_WHOLE: output_of(lowered), _PAIR: pair}
         return fx.GraphModule(root_of(halves.forward), halves.forward), fx.GraphModule(root_of(halves.backward), halves.backward)
 
     def _lowered_step(self, joint: fx.Graph, n_outputs: int) -> fx.Graph:
@@ -184,12 +186,17 @@ class Session:
         planning = weakref.ref(self.planning)
         trained = [weakref.ref(p) for p in self.model.parameters() if p.requires_grad]
 
-        def noticing(arguments: list[Any]) -> Any:
+        def notice() -> None:
             """Gradients that are still there when the next come are accumulated: a mode of its own, planned before it runs."""
             known = planning()
             if known is not None and not known.accumulates and any(p is not None and p.grad is not None for p in (r() for r in trained)):
                 known.accumulate()
+
+        def noticing(arguments: list[Any]) -> Any:
+            notice()
             return run(arguments)
+
+        output_of(gm.graph).meta[_PAIR].notice = notice
 
         return boxed(noticing)
 
@@ -243,7 +250,8 @@ class Session:
     def _compiled(self, graph: fx.Graph, end: End | None, continues: bool = False) -> Callable[..., Any]:
         if self.arena is not None:
             whole = output_of(graph).meta.get(_WHOLE, output_of(graph))
-            return compile_placed(graph, self.engine, end, self.arena, continues, self.recordings, whole.meta[_REPLAYS])
+            pair = output_of(graph).meta.get(_PAIR)
+            return compile_placed(graph, self.engine, end, self.arena, continues, self.recordings, whole.meta[_REPLAYS], pair)
         if self.meter is None:
             return compile_eager(graph, self.engine, end)
         return self.meter.watched(compile_eager(graph, self.engine, end, self.meter.observe), graph)

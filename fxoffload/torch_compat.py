@@ -139,6 +139,36 @@ def keeps_graph() -> bool:
     return torch._C._autograd._get_current_graph_task_keep_graph()
 
 
+def when_backward_begins(node: Any, begun: Callable[[Sequence[object]], contextlib.AbstractContextManager[None]]) -> None:
+    """The backward of AOTAutograd's `node` runs inside `begun` of the gradients that it is given; nothing happens for a node of others.
+
+    torch has no hook there: pre-hooks of a node may be followed by others that change what it is given.
+    """
+    function = getattr(node, "_forward_cls", None)
+    if not hasattr(function, "_aot_id"):
+        return
+    if _BEGUN not in vars(function):
+        setattr(function, _BEGUN, True)
+        function.backward = staticmethod(_beginning(function.backward))
+    setattr(node, _BEGUN, begun)
+
+
+_BEGUN = "_fxoffload_begun"
+
+
+def _beginning(backward: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(backward)
+    def begins(ctx: Any, *given: Any) -> Any:
+        begun = vars(ctx).pop(_BEGUN, None)
+        if begun is None:
+            return backward(ctx, *given)
+        # From 2.13 on the gradients come as one list, which is emptied.
+        with begun(list(given[0]) if len(given) == 1 and isinstance(given[0], list) else given):
+            return backward(ctx, *given)
+
+    return begins
+
+
 def allow_second_backward() -> None:
     """The graph AOTAutograd is compiling now may run backward with retain_graph: our backward reuses no saved value's memory.
 

@@ -227,6 +227,7 @@ def test_replayed_steps_have_the_bits_of_plain_ones_and_copy_as_much(
     (recordings,) = replaying
     assert recordings.n[0] == 2 and recordings.n[1] >= 8, "forward and backward were recorded, and replayed"
     assert recordings.early.n_used == 5 and recordings.early.n_in_vain == 0
+    assert recordings.n_begun == 5, "and each backward but the first was issued before it was handed what forward has kept"
     moved = dict(model.fxoffload.transferred)
     trained(model, batches[:1])
     assert moved == {channel: n * len(batches) // (len(batches) + 1) for channel, n in model.fxoffload.transferred.items()}
@@ -298,6 +299,64 @@ def test_a_forward_that_was_issued_before_its_call_was_checked_counts_only_if_no
         model(**tokens()).loss.backward()
     assert early.n_in_vain <= 6, "who is wrong three times is believed no more"
     model.fxoffload.close()
+
+def test_a_backward_that_was_begun_is_the_one_that_is_asked_for(
+        simulated_device: SimulatedDevice, replaying: list[Again]) -> None:
+    """Gradients that a hook scales, a backward that may run again, one whose forward was not replayed, and one that is interrupted."""
+    case = zoo.lora(num_hidden_layers=1)
+    plain = copy.deepcopy(case.model).to("fxsim")
+    model = fxoffload.compile(case.model, tokens(), device="fxsim", device_budget="16MiB", dynamic=False)
+    (recordings,) = replaying
+
+    def loss_of(one: nn.Module, seed: int) -> torch.Tensor:
+        return one(**{k: v.to("fxsim") for k, v in tokens(seed=seed).items()}).loss  # type: ignore[no-any-return]
+
+    def scaled(one: nn.Module) -> None:
+        loss = loss_of(one, 5)
+        loss.grad_fn.register_prehook(lambda gradients: tuple(g if g is None else g * 3 for g in gradients))  # type: ignore[union-attr]
+        (loss / 4).backward()
+
+    def twice(one: nn.Module) -> None:
+        loss = loss_of(one, 6)
+        loss.backward(retain_graph=True)
+        loss.backward()
+
+    def crossed(one: nn.Module) -> None:
+        first, second = loss_of(one, 7), loss_of(one, 8)
+        second.backward()
+        first.backward()
+
+    def checked(step: Callable[[nn.Module], None], n_begun: int) -> None:
+        before = recordings.n_begun
+        for one in (plain, model):
+            step(one)
+        for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+            assert p.grad is None if q.grad is None else p.grad is not None and torch.equal(p.grad.cpu(), q.grad.cpu())
+            p.grad = q.grad = None
+        assert recordings.n_begun - before == n_begun
+
+    def ordinary(one: nn.Module) -> None:
+        loss_of(one, 9).backward()
+
+    for n_begun in (0, 0, 0, 1):
+        checked(ordinary, n_begun)
+    checked(scaled, 1)
+    checked(twice, 0)
+    checked(crossed, 1)
+    checked(ordinary, 1)
+
+    loss = loss_of(model, 9)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    with pytest.raises(RuntimeError, match="interrupted|inplace"):
+        loss.backward()
+    del loss
+    checked(ordinary, 1)
+    model.fxoffload.close()
+
 
 def test_what_cannot_be_recorded_is_called_and_said(
         simulated_device: SimulatedDevice, replaying: list[Again], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -12,17 +12,20 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 import torch.fx as fx
+from torch.utils import _pytree as pytree
 
-from ..graph import info, name_of
+from ..graph import Role, info, name_of
 from ..layout import extent_bytes
 from ..replays import comes_anew, host_draw
-from ..torch_compat import clear_workspaces, end_failed_capture, ends_empty
+from ..torch_compat import clear_workspaces, end_failed_capture, ends_empty, when_backward_begins
+from .begun import Pair
 from .device_arena import DeviceArena
 from .early import Batch, EarlyStarts, writes_inputs
 from .host_memory import HostMemory
@@ -41,7 +44,7 @@ _URGENT = -1
 # Calls alike before one is recorded: by then kernels are loaded and libraries have their memory.
 WARM_CALLS = 2
 # In a look, what comes before the arguments.
-_N_SETTINGS = 4
+_N_SETTINGS = 3
 # Recordings that are made in vain for the same arguments, or backwards called beside a recorded forward, before no more are made.
 _MOST_LOST = 3
 
@@ -49,14 +52,16 @@ _MOST_LOST = 3
 class Recordings:
     """What the recordings of one Session share: the engine of their copies, the stream they are made on, and the memory of what lies in
     no arena. `early`: those that are issued before their call is checked; `given_up`: no step is recorded any more; `is_replayed`: the first
-    graph of the step at work was.
+    graph of the step at work was; `expected`: what the backward runs in of the forward that was replayed last, until its call ends; `n_begun`: backwards that were issued before they had their arguments; `is_spoiled`: a backward that was
+    begun was not run, and the arena holds nothing that another could read.
 
     A step's graphs are recorded in one step, or none is: what one makes for itself lies in the recordings' memory, what a called one makes
     beside it, and the plan has room for one of the two.
     """
 
-    given_up = is_replayed = False
-    n_mixed = 0
+    given_up = is_replayed = is_spoiled = False
+    expected: Callable[[Sequence[object]], contextlib.AbstractContextManager[None]] | None = None
+    n_mixed = n_begun = 0
 
     def __init__(self, device: torch.device, engine: StreamEngine) -> None:
         self.device, self.engine, self.early = device, engine, EarlyStarts(device)
@@ -92,6 +97,13 @@ class Recordings:
         with torch.cuda.stream(self._stream):
             segments.replay()
         current.wait_stream(self._stream)
+
+    def expect(self, results: object) -> None:
+        """A call of the model returns these: if it was replayed, so is its backward, as soon as it is known what it begins with."""
+        begun, self.expected = self.expected, None
+        if begun is not None:
+            for node in {leaf.grad_fn for leaf in pytree.tree_leaves(results) if isinstance(leaf, torch.Tensor)} - {None}:
+                when_backward_begins(node, begun)
 
     def release(self) -> None:
         """Forgets every recording."""
@@ -189,9 +201,9 @@ class _Lent:
 
 @dataclass(slots=True)
 class _Recording:
-    """`look`: what it was made for; `inputs`: positions of arguments that come anew, and where each is read; `outputs`: one way per result to give it to the caller;
-    `copied`: results that are copied out, and `fresh`, their copies of the step at work; `in_arena`: how many results lie there; `lent`:
-    host memory that the caller gets."""
+    """`look`: what it was made for; `inputs`: positions of arguments that come anew, and where each is read; `outputs`: one way per
+    result to give it to the caller; `copied`: results that are copied out, and `fresh`, their copies of the step at work; `in_arena`: how many
+    results lie there; `passed`: results that come anew and are kept for backward; `lent`: host memory that the caller gets."""
 
     look: tuple[object, ...]
     replay: Callable[[], None]
@@ -201,6 +213,7 @@ class _Recording:
     copied: list[torch.Tensor] = field(default_factory=list)
     fresh: list[torch.Tensor] = field(default_factory=list)
     in_arena: int = 0
+    passed: list[int] = field(default_factory=list)
     lent: list[_Lent] = field(default_factory=list)
 
     def is_free(self) -> bool:
@@ -237,15 +250,21 @@ class Replay:
     """A boxed function that calls `call` until it was called with the like of its arguments twice in a row, and then replays a recording.
 
     `call`: the function of `graph`, which waits for none of its copies; `end`: called when it returns, to wait for those that it must;
-    `begins`: it is a step's first graph, and may be issued before its call is checked.
+    `begins`: it is a step's first graph, and may be issued before its call is checked; `pair`: what it shares with the step's other graph.
     """
 
     def __init__(
-        self, graph: fx.Graph, call: Boxed, arena: DeviceArena, recordings: Recordings, end: End | None, begins: bool,
+        self, graph: fx.Graph, call: Boxed, arena: DeviceArena, recordings: Recordings, end: End | None, begins: bool, pair: Pair | None = None,
     ) -> None:
         self._call, self._arena, self._recordings, self._engine = call, arena, recordings, recordings.engine
         self._end = end if end is not None else _nothing
-        self._anew = [comes_anew(info(node).role) for node in graph.find_nodes(op="placeholder")]
+        roles = [info(node).role for node in graph.find_nodes(op="placeholder")]
+        self._anew, self._is_tangent = list(map(comes_anew, roles)), [role is Role.TANGENT for role in roles]
+        self._pair = pair if pair is not None else Pair()
+        if not begins:
+            self._pair.backward = weakref.ref(self)
+        self._stay: list[tuple[int, torch.Tensor]] = []
+        self._begun: Hashable = None
         self._alike: tuple[object, ...] | None = None
         self._n_alike = self._n_lost = 0
         self._recording: _Recording | None = None
@@ -261,7 +280,13 @@ class Replay:
 
     def forget(self) -> None:
         """Gives the recording's memory back; it may be made again."""
-        self._recording, self._alike, self._last = None, None, None
+        self._alike = None
+        self._forget_recording()
+
+    def _forget_recording(self) -> None:
+        self._recording, self._last, self._stay = None, None, []
+        if self._begins:
+            self._pair.fixed.clear()
 
     def start(self, batch: Batch) -> Hashable:
         """See `early.Starting`. The arguments are those of the last replay, and tensors of the batch where those were."""
@@ -288,6 +313,8 @@ class Replay:
         if early.waits and early.claim(self, (alike, _read(anew, arguments))) and self._recording is not None:
             self._recordings.is_replayed = True
             return self._results(self._recording, arguments)
+        if self._begun is not None:
+            return self._results(self._claimed(alike, anew, arguments), arguments)
         if self._like(alike, arguments) != self._alike:
             self.forget()
             self._alike, self._n_alike = self._like(alike, arguments), 0
@@ -308,13 +335,43 @@ class Replay:
         self._note(anew, arguments)
         return self._results(self._recording, arguments)
 
+    def begin(self, passed: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> bool:
+        """See `begun.Beginning`. What is not given lies where it did, or is the same parameter."""
+        recording, place = self._recording, self._arena.extent()
+        anew = [i for i, _ in recording.inputs] if recording is not None else []
+        # Tangents are the last arguments.
+        if recording is None or [self._is_tangent[i] for i in anew] != [False] * len(passed) + [True] * len(gradients):
+            return False
+        given = dict(zip(anew, (*passed, *gradients), strict=True))
+        now = {_N_SETTINGS + i: value.data_ptr() for i, value in self._stay} | {_N_SETTINGS + i: _form(value) for i, value in given.items()}
+        now |= dict(enumerate(_settings(place)))
+        if any(recording.look[i] != value for i, value in now.items()) or not (recording.is_free() or recording.renew(self._engine.memory)):
+            return False
+        self._issue(recording, given)
+        self._begun = _written([*passed, *gradients])
+        return True
+
+    def end_begun(self) -> None:
+        """See `begun.Beginning`. What was begun and not run has overwritten what forward has kept."""
+        if self._begun is not None:
+            self._begun, self._recordings.is_spoiled = None, True
+
+    def _claimed(self, look: tuple[object, ...], anew: Sequence[int], arguments: Given) -> _Recording:
+        """The recording that was begun for these arguments."""
+        begun, recording = self._begun, self._recording
+        if recording is None or look != recording.look or begun != _written([arguments[i] for i in anew]):
+            raise RuntimeError("a backward was begun with other gradients or parameters than it was run with")
+        self._begun = None
+        self._recordings.n_begun += 1
+        return recording
+
     def _like(self, look: tuple[object, ...], arguments: Given) -> tuple[object, ...]:
-        """A look without where the step's first graph put what it moved to the host: elsewhere in every step, until that is recorded."""
+        """A look without where the step's first graph put what is not in the arena: elsewhere in every step, until that is recorded."""
         if self._begins:
             return look
-        fixed = list(look)
+        fixed, place = list(look), self._arena.extent()
         for i, (may, value) in enumerate(zip(self._anew, arguments, strict=True)):
-            if may and isinstance(value, torch.Tensor) and value.device.type == "cpu":
+            if may and not self._is_tangent[i] and isinstance(value, torch.Tensor) and not place[0] <= value.data_ptr() < place[1]:
                 fixed[_N_SETTINGS + i] = None
         return tuple(fixed)
 
@@ -344,15 +401,18 @@ class Replay:
         """Forgets a recording whose host memory lies elsewhere by now. Where that happens again and again, calls come in another order than
         a step's graphs."""
         self._n_lost += 1
-        self._recording, self._last, self._n_alike = None, None, 0
+        self._n_alike = 0
+        self._forget_recording()
         if self._n_lost >= _MOST_LOST:
             log.warning("steps are called op by op and recorded no more: their host memory lies elsewhere in each")
             self._recordings.give_up()
 
     def _come_anew(self, arguments: Given) -> tuple[list[int], tuple[int, int]]:
         """Positions of arguments that lie elsewhere in every step, and where the arena is."""
-        place = self._arena.extent()
-        return [i for i, (may, value) in enumerate(zip(self._anew, arguments, strict=True)) if may and _is_elsewhere(value, place)], place
+        place, fixed = self._arena.extent(), self._pair.fixed if not self._begins else ()
+        return [
+            i for i, (may, value) in enumerate(zip(self._anew, arguments, strict=True))
+            if may and _is_elsewhere(value, place) and value.data_ptr() not in fixed], place  # type: ignore[attr-defined]
 
     def _note(self, anew: Sequence[int], arguments: Given) -> None:
         """Remembers what `start` needs, if all that comes anew is the batch's."""
@@ -373,11 +433,9 @@ class Replay:
 
     def _look(self, arguments: Given, anew: Sequence[int], place: tuple[int, int]) -> tuple[object, ...]:
         """All that a recording depends on: equal looks, and it may be replayed."""
-        look: list[object] = [place, torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision(), len(anew)]
-        look += [value.data_ptr() if isinstance(value, torch.Tensor) else value for value in arguments]
+        look = [*_settings(place), *(value.data_ptr() if isinstance(value, torch.Tensor) else value for value in arguments)]
         for i in anew:
-            value: Any = arguments[i]
-            look[_N_SETTINGS + i] = value.shape, value.stride(), value.dtype
+            look[_N_SETTINGS + i] = _form(arguments[i])
         return tuple(look)
 
     def _recorded(self, arguments: Given, anew: Sequence[int], place: tuple[int, int], look: tuple[object, ...]) -> _Recording | None:
@@ -397,8 +455,12 @@ class Replay:
             self._recordings.give_up()
             return None
         recording = _Recording(look, replay, recorded, [(i, _flat(given[i])) for i in anew])
-        recording.outputs = [self._output(recording, result, known, place) for result in results]
-        results = ()
+        has_arena = any(self._is_in_arena(result, place) for result in results)
+        for i, result in enumerate(results):
+            recording.outputs.append(self._output(recording, result, known, place, has_arena and i >= self._pair.n_returned))
+        recording.passed = [i for i, one in enumerate(results) if i >= self._pair.n_returned and known.get(id(one)) in anew]
+        results, result = (), None
+        self._stay = [(i, value) for i, (may, value) in enumerate(zip(self._anew, arguments)) if not may and isinstance(value, torch.Tensor)]
         for lent in recording.lent:
             lent.counted()
         return recording
@@ -406,7 +468,15 @@ class Replay:
     def _is_lent(self, result: torch.Tensor, known: dict[int, int]) -> bool:
         return result.device.type == "cpu" and id(result) not in known
 
-    def _output(self, recording: _Recording, result: Any, known: dict[int, int], place: tuple[int, int]) -> Callable[[Given], object]:
+    @staticmethod
+    def _is_in_arena(result: object, place: tuple[int, int]) -> bool:
+        # Not by where its elements are: it may have none.
+        return isinstance(result, torch.Tensor) and result.untyped_storage().data_ptr() == place[0]
+
+    def _output(
+        self, recording: _Recording, result: Any, known: dict[int, int], place: tuple[int, int], is_kept: bool,
+    ) -> Callable[[Given], object]:
+        """How a result is given. `is_kept`: for backward, which has read it before the recording, that writes it where it is, runs again."""
         if not isinstance(result, torch.Tensor):
             return lambda _: result
         if id(result) in known:
@@ -417,13 +487,16 @@ class Replay:
             lent = _Lent(_flat(result))
             recording.lent += [lent] if result.numel() else []
             return lambda _: _over(lent.flat, shape, stride)
-        if result.untyped_storage().data_ptr() == place[0]:
-            # Not by where its elements are: it may have none.
+        if self._is_in_arena(result, place):
             offset, arena = int(result.storage_offset()) * dtype.itemsize, self._arena
             recording.in_arena += 1
             if recording.in_arena == 1:  # while it lives, the step has the arena
                 return lambda _: arena.strided(offset, shape, stride, dtype)
             return lambda _: arena.lasting(offset, shape, stride, dtype)
+        if is_kept:
+            there = _over(_flat(result), shape, stride)
+            self._pair.fixed.add(there.data_ptr())
+            return lambda _: there
         position = len(recording.copied)
         if torch.ops.aten.is_non_overlapping_and_dense(result):
             recording.copied.append(_over(_flat(result), shape, stride))
@@ -431,7 +504,7 @@ class Replay:
         recording.copied.append(_flat(result))
         return lambda _: _over(recording.fresh[position], shape, stride)
 
-    def _issue(self, recording: _Recording, arguments: Given) -> None:
+    def _issue(self, recording: _Recording, arguments: Given | Mapping[int, object]) -> None:
         with torch.no_grad():
             if recording.inputs:
                 torch._foreach_copy_([there for _, there in recording.inputs], [_flat(arguments[i]) for i, _ in recording.inputs])
@@ -446,6 +519,8 @@ class Replay:
         with torch.no_grad():
             results = [output(given) for output in recording.outputs]
         recording.fresh = []
+        if self._begins:
+            self._recordings.expected = partial(self._pair.begun, [results[i] for i in recording.passed])
         self._engine.replayed(recording.recorded)
         self._end()
         return results
@@ -460,9 +535,22 @@ def _is_elsewhere(value: object, place: tuple[int, int]) -> bool:
     return isinstance(value, torch.Tensor) and value.device.type != "cpu" and not place[0] <= value.data_ptr() < place[1]
 
 
+def _settings(place: tuple[int, int]) -> tuple[object, ...]:
+    return place, torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision()
+
+
+def _form(value: Any) -> tuple[object, ...]:
+    return value.shape, value.stride(), value.dtype
+
+
 def _read(anew: Sequence[int], arguments: Given) -> Hashable:
     """Where each argument that comes anew lies, and how often each argument was written."""
     return tuple(arguments[i].data_ptr() for i in anew), tuple(map(_version, arguments))  # type: ignore[attr-defined]
+
+
+def _written(values: Sequence[Any]) -> Hashable:
+    """Where each lies, and how often it was written."""
+    return tuple((value.data_ptr(), _version(value)) for value in values)
 
 
 def _version(value: Any) -> int:
