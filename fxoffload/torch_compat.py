@@ -144,7 +144,7 @@ def when_backward_begins(node: Any, begun: Callable[[Sequence[object]], contextl
 
     torch has no hook there: pre-hooks of a node may be followed by others that change what it is given.
     """
-    function = getattr(node, "_forward_cls", None)
+    function: Any = getattr(node, "_forward_cls", None)
     if not hasattr(function, "_aot_id"):
         return
     if _BEGUN not in vars(function):

@@ -343,9 +343,11 @@ class Replay:
         if recording is None or [self._is_tangent[i] for i in anew] != [False] * len(passed) + [True] * len(gradients):
             return False
         given = dict(zip(anew, (*passed, *gradients), strict=True))
-        now = {_N_SETTINGS + i: value.data_ptr() for i, value in self._stay} | {_N_SETTINGS + i: _form(value) for i, value in given.items()}
-        now |= dict(enumerate(_settings(place)))
-        if any(recording.look[i] != value for i, value in now.items()) or not (recording.is_free() or recording.renew(self._engine.memory)):
+        now: dict[int, object] = {_N_SETTINGS + i: value.data_ptr() for i, value in self._stay}
+        now |= {_N_SETTINGS + i: _form(value) for i, value in given.items()}
+        if recording.look[:_N_SETTINGS] != _settings(place) or any(recording.look[i] != value for i, value in now.items()):
+            return False
+        if not recording.is_free() and not recording.renew(self._engine.memory):
             return False
         self._issue(recording, given)
         self._begun = _written([*passed, *gradients])
@@ -520,7 +522,8 @@ class Replay:
             results = [output(given) for output in recording.outputs]
         recording.fresh = []
         if self._begins:
-            self._recordings.expected = partial(self._pair.begun, [results[i] for i in recording.passed])
+            passed: list[Any] = [results[i] for i in recording.passed]
+            self._recordings.expected = partial(self._pair.begun, passed)
         self._engine.replayed(recording.recorded)
         self._end()
         return results
