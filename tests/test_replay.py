@@ -300,6 +300,24 @@ def test_a_forward_that_was_issued_before_its_call_was_checked_counts_only_if_no
     assert early.n_in_vain <= 6, "who is wrong three times is believed no more"
     model.fxoffload.close()
 
+def test_what_recordings_hold_goes_with_them_and_not_with_the_garbage_collector(
+        simulated_device: SimulatedDevice, replaying: list[Again]) -> None:
+    """Two models, one after the other, under a budget each: the second one finds the device empty."""
+    def train() -> None:
+        model: Any = fxoffload.compile(FAMILIES["lora"]().model, tokens(), device="fxsim", device_budget="16MiB", dynamic=False)
+        trained(model, [tokens(seed=i) for i in range(6)])
+        assert replaying[-1].n == [2, 8]
+        model.fxoffload.close()
+
+    gc.collect()
+    gc.disable()
+    try:
+        train()
+        assert simulated_device.memory_allocated() == 0
+    finally:
+        gc.enable()
+
+
 def test_a_backward_that_was_begun_is_the_one_that_is_asked_for(
         simulated_device: SimulatedDevice, replaying: list[Again]) -> None:
     """Gradients that a hook scales, a backward that may run again, one whose forward was not replayed, and one that is interrupted."""

@@ -284,6 +284,8 @@ class Replay:
         self._forget_recording()
 
     def _forget_recording(self) -> None:
+        if self._recording is not None:
+            self._recording.outputs.clear()  # they know of it: its memory would be the collector's to free
         self._recording, self._last, self._stay = None, None, []
         if self._begins:
             self._pair.fixed.clear()
