@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 import torch.fx as fx
-from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from .graph import returned
 from .lazy import LazyTensor, Rows
+from .walk import Walks
 
 
 def only_loss(out: Any) -> Any:
@@ -131,11 +131,11 @@ class LeftOutOfTraining:
 class Writes:
     """Tells whether a model's parameters were written: `state()` differs after a write in place and after an optimizer's step.
 
-    The steps are counted apart because fused and 8-bit optimizers write without a trace in the parameters' versions.
+    The steps are counted apart because fused and 8-bit optimizers write without a trace in the parameters' versions. `walks`: over the model.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model, self._n_steps = weakref.ref(model), 0
+    def __init__(self, walks: Walks) -> None:
+        self._walks, self._n_steps = weakref.ref(walks), 0
         _watch_optimizers()
         _OPEN.add(self)
 
@@ -148,8 +148,9 @@ class Writes:
         return [self._n_steps, *(p._version for p in parameters)]
 
     def _note(self, optimizer: torch.optim.Optimizer) -> None:
-        model = self._model()
-        ours = {id(p) for p in model.parameters()} if model is not None else set()
+        walks = self._walks()
+        # Not model.parameters(): who asks for those may write them, and waits for the copies that read them.
+        ours = set(map(id, walks.now().parameters)) if walks is not None else set()
         self._n_steps += any(id(p) in ours for group in optimizer.param_groups for p in group["params"])
 
 

@@ -102,7 +102,7 @@ class Session:
         self.router = Router(self)
         self.reads = Reads(self)
         self.places = Places(model, options.device)
-        self.writes = Writes(model)
+        self.writes = Writes(self.router.walks)
         self._trainable = frozenset(n for n, p in model.named_parameters() if p.requires_grad)
         self._refs: list[InputRef] = []
         # A graph that is not lowered anew writes no dumps.

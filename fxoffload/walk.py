@@ -30,7 +30,7 @@ class Walk:
         return Walk(list(modules), list(parameters.values()))
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, weakref_slot=True)
 class Walks:
     """The walks over one model: where no table of children or of parameters was written since, the last one is still true."""
 

@@ -65,6 +65,18 @@ def test_backward_waits_where_gradients_go_to_the_host_and_nowhere_else(trained:
     assert gradient is None or gradient.device.type == "cpu" and trained
 
 
+def test_an_optimizers_step_waits_for_nothing(asked: Counter[str]) -> None:
+    """That it was made is noted without asking the model for its parameters, which would wait for the whole step."""
+    model: Any = fxoffload.compile(Block(True), torch.randn(4, 32), device="fxsim", device_budget="64MiB")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.randn(4, 32).to("fxsim")).backward()
+    before = model.fxoffload.writes.state([])
+    asked.clear()
+    optimizer.step()
+    optimizer.zero_grad()
+    assert not asked and model.fxoffload.writes.state([]) != before
+
+
 @pytest.mark.parametrize("access", [
     lambda model, state: model.up.weight,
     lambda model, state: next(model.parameters()),
