@@ -139,6 +139,11 @@ def keeps_graph() -> bool:
     return torch._C._autograd._get_current_graph_task_keep_graph()
 
 
+def saved_tensors_are_hooked() -> bool:
+    """Whether what autograd keeps now is packed by hooks (torch._C._autograd._top_saved_tensors_default_hooks), `save_on_cpu` for one."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
 def when_backward_begins(node: Any, begun: Callable[[Sequence[object]], contextlib.AbstractContextManager[None]]) -> None:
     """The backward of AOTAutograd's `node` runs inside `begun` of the gradients that it is given; nothing happens for a node of others.
 

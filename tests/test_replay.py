@@ -320,7 +320,8 @@ def test_what_recordings_hold_goes_with_them_and_not_with_the_garbage_collector(
 
 def test_a_backward_that_was_begun_is_the_one_that_is_asked_for(
         simulated_device: SimulatedDevice, replaying: list[Again]) -> None:
-    """Gradients that a hook scales, a backward that may run again, one whose forward was not replayed, and one that is interrupted."""
+    """Gradients that a hook scales, a backward that may run again, one whose forward was not replayed, one that is interrupted, and values
+    that hooks have packed."""
     case = zoo.lora(num_hidden_layers=1)
     plain = copy.deepcopy(case.model).to("fxsim")
     model = fxoffload.compile(case.model, tokens(), device="fxsim", device_budget="16MiB", dynamic=False)
@@ -343,6 +344,12 @@ def test_a_backward_that_was_begun_is_the_one_that_is_asked_for(
         first, second = loss_of(one, 7), loss_of(one, 8)
         second.backward()
         first.backward()
+
+    def hooked(one: nn.Module) -> None:
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
+            first, second = loss_of(one, 3), loss_of(one, 4)
+        first.backward()
+        second.backward()
 
     def checked(step: Callable[[nn.Module], None], n_begun: int) -> None:
         before = recordings.n_begun
@@ -373,6 +380,7 @@ def test_a_backward_that_was_begun_is_the_one_that_is_asked_for(
         loss.backward()
     del loss
     checked(ordinary, 1)
+    checked(hooked, 0)
     model.fxoffload.close()
 
 

@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 from ..graph import Role, info, name_of
 from ..layout import extent_bytes
 from ..replays import comes_anew, host_draw
-from ..torch_compat import clear_workspaces, end_failed_capture, ends_empty, when_backward_begins
+from ..torch_compat import clear_workspaces, end_failed_capture, ends_empty, saved_tensors_are_hooked, when_backward_begins
 from .begun import Pair
 from .device_arena import DeviceArena
 from .early import Batch, EarlyStarts, writes_inputs
@@ -99,9 +99,10 @@ class Recordings:
         current.wait_stream(self._stream)
 
     def expect(self, results: object) -> None:
-        """A call of the model returns these: if it was replayed, so is its backward, as soon as it is known what it begins with."""
+        """A call of the model returns these: if it was replayed, so is its backward, as soon as it is known what it begins with; not where hooks
+        pack what was kept for it, which then is not where it was."""
         begun, self.expected = self.expected, None
-        if begun is not None:
+        if begun is not None and not saved_tensors_are_hooked():
             for node in {leaf.grad_fn for leaf in pytree.tree_leaves(results) if isinstance(leaf, torch.Tensor)} - {None}:
                 when_backward_begins(node, begun)
 
