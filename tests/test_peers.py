@@ -42,6 +42,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, An
     return {row["peer"]: row for row in json.loads(out.read_text())["rows"]}
 
 
+@pytest.mark.slow
 @pytest.mark.integration
 def test_every_peer_of_a_run_has_a_row_with_all_fields(measured: dict[str, dict[str, Any]]) -> None:
     assert list(measured) == ["plain", "checkpoint", "liger"]
@@ -53,11 +54,13 @@ def test_every_peer_of_a_run_has_a_row_with_all_fields(measured: dict[str, dict[
         assert row["loss_last"] < row["loss_first"]
 
 
+@pytest.mark.slow
 @pytest.mark.integration
 def test_peers_start_from_the_same_weights(measured: dict[str, dict[str, Any]]) -> None:
     assert measured["plain"]["losses"] == measured["checkpoint"]["losses"]
 
 
+@pytest.mark.slow
 @pytest.mark.integration
 def test_peers_of_a_row_with_the_same_cap_have_the_same_limit_and_none_is_faster(measured: dict[str, dict[str, Any]]) -> None:
     """The tiny model fits into its cap as into the machine's memory, so that here the cap makes no difference either."""
@@ -78,12 +81,14 @@ def test_weights_that_do_not_fit_under_a_cap_are_loaded_once_for_forward_and_onc
     assert loaded_bytes == pytest.approx(2 * (weights_bytes - (1 << 14)), rel=0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.integration
 def test_a_peer_that_cannot_run_is_a_row_with_its_message(measured: dict[str, dict[str, Any]]) -> None:
     row = measured["liger"]
     assert "Error: " in row["error"] and str(ROOT) not in row["error"] and "step_s" not in row
 
 
+@pytest.mark.slow
 @pytest.mark.integration
 def test_the_summary_shows_what_ran_and_what_did_not(measured: dict[str, dict[str, Any]]) -> None:
     rows = summary.merged([{"rows": list(measured.values())}])

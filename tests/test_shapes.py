@@ -135,6 +135,7 @@ def test_equal_sizes_in_the_sample_do_not_tie_the_dimensions_together() -> None:
     model.fxoffload.close()
 
 
+@pytest.mark.slow
 def test_a_capture_leaves_no_bytes_on_the_device_for_the_garbage_collector(simulated_device: SimulatedDevice) -> None:
     """Dynamo's frames end in cycles that hold the batch and the outputs; with the collector off, who does not free them is seen."""
     case = llama(num_hidden_layers=1)
