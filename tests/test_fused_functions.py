@@ -34,9 +34,8 @@ def quick(name: str, is_quick: bool) -> Any:
 @pytest.mark.parametrize("name", [quick(n, n == "lora-mlp") for n in CASES])
 def test_they_train_bit_equal_inside_the_budget(name: str, simulated_device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(FAMILIES, name, CASES[name])
-    fractions = FRACTIONS[:2] if name == "lora-mlp" else FRACTIONS
-    found = list(rows(name, "fxsim", simulated_device, fractions))
-    assert len(found) == len(fractions)
+    found = list(rows(name, "fxsim", simulated_device))
+    assert len(found) == len(FRACTIONS)
     for row in found:
         assert not fault(row, found[0]), (fault(row, found[0]), row)
     assert not found[1].refused

@@ -300,6 +300,7 @@ def test_a_forward_that_was_issued_before_its_call_was_checked_counts_only_if_no
     assert early.n_in_vain <= 6, "who is wrong three times is believed no more"
     model.fxoffload.close()
 
+
 def test_what_recordings_hold_goes_with_them_and_not_with_the_garbage_collector(
         simulated_device: SimulatedDevice, replaying: list[Again]) -> None:
     """Two models, one after the other, under a budget each: the second one finds the device empty."""

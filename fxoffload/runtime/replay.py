@@ -52,8 +52,9 @@ _MOST_LOST = 3
 class Recordings:
     """What the recordings of one Session share: the engine of their copies, the stream they are made on, and the memory of what lies in
     no arena. `early`: those that are issued before their call is checked; `given_up`: no step is recorded any more; `is_replayed`: the first
-    graph of the step at work was; `expected`: what the backward runs in of the forward that was replayed last, until its call ends; `n_begun`: backwards that were issued before they had their arguments; `is_spoiled`: a backward that was
-    begun was not run, and the arena holds nothing that another could read.
+    graph of the step at work was; `expected`: what the backward runs in of the forward that was replayed last, until its call ends;
+    `n_begun`: backwards that were issued before they had their arguments; `is_spoiled`: a backward that was begun was not run, and the arena
+    holds nothing that another could read.
 
     A step's graphs are recorded in one step, or none is: what one makes for itself lies in the recordings' memory, what a called one makes
     beside it, and the plan has room for one of the two.
