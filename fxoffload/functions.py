@@ -14,7 +14,7 @@ import functools
 import importlib
 import json
 import threading
-from collections import Counter
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .errors import PlanError
 from .function_words import Code, Counted, decoded, share_memory, tensors_of
 from .integrations import liger
-from .torch_compat import fake_tensor, is_tracing, leave_whole, trace_again, tracing_mode, without_modes
+from .torch_compat import fake_tensor, is_left_whole, is_tracing, leave_whole, trace_again, tracing_mode, without_modes
 from .triton_kernels import launches, launches_noted
 
 Tensor = torch.Tensor
@@ -37,10 +37,18 @@ _LIBRARY = torch.library.Library("fxo", "FRAGMENT")
 # While a graph is captured --------------------------------------------------------------------------------------------
 
 
-# Who captures, by what is left whole for them.
+class _Capture:
+    """One that is at it: of the Functions that are ops for it, until it ends. A thread that was interrupted before it could say so ends it
+    all the same: nothing but its own frame holds this."""
+
+    def __init__(self, whole: list[Any]) -> None:
+        self.whole = whole
+
+
 _lock = threading.Lock()
-_users: Counter[Callable[..., Any]] = Counter()
-_ours: set[Callable[..., Any]] = set()  # those that the user has not told Dynamo to leave whole
+_captures: weakref.WeakSet[_Capture] = weakref.WeakSet()
+_replaced: set[Any] = set()  # whose `apply` is ours
+_ours: set[Any] = set()  # that we, not the user, have told Dynamo to leave whole
 
 
 @functools.cache
@@ -54,7 +62,7 @@ def launching_functions() -> tuple[AutogradFunction, ...]:
     while work:
         for one in work.pop().__subclasses__():
             work.append(one)
-            if not one.__module__.startswith("torch.") and ("apply" not in vars(one) or _users[one]) and _launching(one):
+            if not one.__module__.startswith("torch.") and ("apply" not in vars(one) or one in _replaced) and _launching(one):
                 found.append(one)
     return tuple(found)
 
@@ -65,28 +73,34 @@ def as_ops(functions: Sequence[AutogradFunction]) -> Iterator[None]:
     if not functions:
         yield
         return
-    whole: list[Any] = [*functions, *liger.choosing()]
-    with _lock:
-        for one in whole:
-            if not _users[one]:
-                if leave_whole(one):
-                    _ours.add(one)
-                if isinstance(one, type):
-                    one.apply = functools.partial(_applied, one)  # type: ignore[attr-defined]
-        _users.update(whole)
+    capture = _Capture([*functions, *liger.choosing()])
     try:
+        _settle(_captures.add, capture)
         yield
     finally:
-        with _lock:
-            _users.subtract(whole)
-            for one in whole:
-                if not _users[one]:
-                    del _users[one]
-                    if one in _ours:
-                        _ours.remove(one)
-                        trace_again(one)
-                    if isinstance(one, type):
-                        del one.apply  # type: ignore[attr-defined]  # what torch's Function has, again
+        _settle(_captures.discard, capture)
+
+
+def _settle(change: Callable[[_Capture], None], capture: _Capture) -> None:
+    """What is replaced is what the captures need that are at it once this one comes or goes. It may be interrupted anywhere: the next one
+    does what was left."""
+    with _lock:
+        change(capture)
+        needed = {one for present in _captures for one in present.whole}
+        for one in needed:
+            if not is_left_whole(one):
+                _ours.add(one)
+                leave_whole(one)
+            if isinstance(one, type) and "apply" not in vars(one):
+                _replaced.add(one)
+                one.apply = functools.partial(_applied, one)  # type: ignore[attr-defined]
+        for one in _ours - needed:
+            trace_again(one)
+            _ours.discard(one)
+        for one in _replaced - needed:
+            if "apply" in vars(one):
+                del one.apply  # what torch's Function has, again
+            _replaced.discard(one)
 
 
 def _applied(function: AutogradFunction, *arguments: Any) -> Any:

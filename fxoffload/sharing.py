@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import nn
@@ -20,7 +19,7 @@ class Shared:
 def shared_outside(model: nn.Module) -> Shared | None:
     """The first parameter of `model` that a live module outside of it holds too, None when there is none.
 
-    Lists of parameters compute nothing and do not count. Python's own record of references is the only place that knows.
+    Lists of parameters compute nothing and do not count. Only Python's collector knows every module there is.
     """
     found = _find(model)
     if found is not None:
@@ -32,23 +31,15 @@ def shared_outside(model: nn.Module) -> Shared | None:
 
 def _find(model: nn.Module) -> Shared | None:
     names = {id(p): name for name, p in model.named_parameters()}
+    if not names:
+        return None
     inside = {id(m._parameters) for m in model.modules()}
-    holders = [h for h in gc.get_referrers(*model.parameters()) if type(h) is dict and id(h) not in inside] if names else []
-    for module in _modules_of(holders):
-        name = next((names[id(p)] for p in module._parameters.values() if id(p) in names), None)
+    # Most of what there is are no modules: nothing else is done for each.
+    for module in [one for one in gc.get_objects() if issubclass(type(one), nn.Module)]:
+        held = vars(module).get("_parameters", {})
+        if id(held) in inside or isinstance(module, (nn.ParameterList, nn.ParameterDict)):
+            continue
+        name = next((names[id(p)] for p in held.values() if id(p) in names), None)
         if name is not None:
             return Shared(name, f"a {type(module).__name__}")
     return None
-
-
-def _modules_of(holders: list[dict[str, object]]) -> Iterator[nn.Module]:
-    """The modules whose `_parameters` is one of the dictionaries: held directly or through the module's own `__dict__`."""
-    wanted = {id(h) for h in holders}
-    if not wanted:
-        return
-    for owner in gc.get_referrers(*holders):
-        candidates = [owner, *gc.get_referrers(owner)] if type(owner) is dict else [owner]
-        for candidate in candidates:
-            if isinstance(candidate, nn.Module) and not isinstance(candidate, (nn.ParameterList, nn.ParameterDict)):
-                if id(candidate._parameters) in wanted:
-                    yield candidate

@@ -482,18 +482,20 @@ def triton_kernel_classes() -> tuple[type[Any], ...]:
     return (JITFunction, Autotuner, Heuristics, InterpretedFunction)
 
 
-def leave_whole(function: Callable[..., Any]) -> bool:
-    """Dynamo leaves calls of a function or an autograd Function as they are, for AOTAutograd to call (torch.compiler.allow_in_graph). False
-    where it does so already."""
-    if torch._dynamo.trace_rules.is_callable_allowed(function):
-        return False
+def is_left_whole(function: Callable[..., Any]) -> bool:
+    """Dynamo leaves calls of a function or an autograd Function as they are, for AOTAutograd to call."""
+    return bool(torch._dynamo.trace_rules.is_callable_allowed(function))
+
+
+def leave_whole(function: Callable[..., Any]) -> None:
+    """From now on it does so (torch.compiler.allow_in_graph)."""
     torch._dynamo.allow_in_graph(function)
-    return True
 
 
 def trace_again(function: Callable[..., Any]) -> None:
     """Dynamo goes into calls of it as it does by default."""
-    torch._dynamo.trace_rules._allowed_callable_ids.remove(id(function))
+    if is_left_whole(function):
+        torch._dynamo.trace_rules._allowed_callable_ids.remove(id(function))
 
 
 def wrapper_facts() -> dict[str, object] | None:

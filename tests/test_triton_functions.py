@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+import linecache
+import sys
 import types
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -156,6 +160,35 @@ def test_several_captures_at_once_share_what_is_left_whole() -> None:
             assert "apply" in vars(Norm)
         assert "apply" in vars(Gate) and "apply" not in vars(Norm)
     assert "apply" not in vars(Gate) and not torch._dynamo.trace_rules.is_callable_allowed(Gate)
+
+
+def test_an_interrupt_at_any_line_leaves_nothing_replaced_beyond_the_next_capture() -> None:
+    for n in itertools.count():
+        n_lines = 0
+
+        def count(frame: FrameType, event: str, argument: object) -> Any:
+            nonlocal n_lines
+            # No signal is looked for between a block's last call and the one that leaves it.
+            if event == "line" and "with _lock" not in linecache.getline(frame.f_code.co_filename, frame.f_lineno):
+                n_lines += 1
+            if n_lines > n:
+                raise KeyboardInterrupt
+            return count
+
+        sys.settrace(lambda frame, event, argument: count if frame.f_code is functions._settle.__code__ else None)
+        try:
+            with functions.as_ops((Gate,)):
+                pass
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(None)
+        with functions.as_ops((Norm,)):
+            assert "apply" not in vars(Gate) and not torch._dynamo.trace_rules.is_callable_allowed(Gate)
+        assert "apply" not in vars(Norm) and Gate in functions.launching_functions()
+        if n_lines <= n:
+            break
+    assert n > 20
 
 
 class Kept:

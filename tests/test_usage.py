@@ -487,7 +487,7 @@ def test_six_cycles_leave_no_memory_threads_files_or_sessions(tmp_path: Any) -> 
         if cycle in (2, 5):
             for _ in range(3):  # what a Session's end lets go of, Dynamo's cache, holds more
                 gc.collect()
-            readings.append((process.num_threads(), process.num_fds(), sum(isinstance(o, ShapeEnv | FakeTensor) for o in gc.get_objects())))
+            readings.append((process.num_threads(), process.num_fds(), sum(type(o) in (ShapeEnv, FakeTensor) for o in gc.get_objects())))
     assert not any(s() for s in sessions)
     assert readings[0] == readings[1]
     assert not list(tmp_path.iterdir())
