@@ -56,7 +56,7 @@ METRICS: dict[str, Read] = {
 
 def compiled(setting: Setting, budget: int, device: str = "cpu", **options: Any) -> Any:
     return fxoffload.compile(
-        setting.model, setting.batch, device=device, device_budget=budget, numerics="reordered", machine="cpu", **options)
+        setting.model, setting.batch, device=device, device_budget=budget, numerics="reordered", machine="cpu", **{"dynamic": False, **options})
 
 
 def evaluated(model: Any, batch: dict[str, torch.Tensor]) -> Any:
@@ -240,7 +240,7 @@ def test_on_a_device_too_small_for_the_logits_metrics_keep_to_what_their_plans_s
     gc.collect()
     base = simulated_device.memory_allocated()
     simulated_device.set_capacity(base + budget)
-    model = compiled(setting, budget, device="fxsim", executor=executor, dynamic=False)
+    model = compiled(setting, budget, device="fxsim", executor=executor)
     out = model(**setting.batch)
     out.loss.backward()
     model.zero_grad()
