@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch._inductor.config
 
 from fxoffload import ladder
 
@@ -18,6 +19,9 @@ logging.getLogger(f"{torch.__name__}.__trace").propagate = True
 
 # A process of hundreds of captures holds millions of objects: to walk them as often as Python does by default takes a twentieth of the time.
 gc.set_threshold(100_000, 50, 50)
+
+# What the processor says of its vectors is believed: each empty cache of kernels would have Inductor compile three programs to see.
+torch._inductor.config.cpp.vec_isa_ok = True
 
 
 @pytest.fixture(autouse=True, scope="module")
