@@ -189,7 +189,7 @@ def test_nan_in_a_batch_trains_as_plain_pytorch_does() -> None:
 def test_a_call_the_model_cannot_take_raises_and_the_next_one_trains() -> None:
     case = llama(num_hidden_layers=1)
     plain = copy.deepcopy(case.model)
-    model = fxoffload.compile(case.model, case.batch, device="cpu", device_budget="700KiB")
+    model = fxoffload.compile(case.model, case.batch, device="cpu", device_budget="700KiB", dynamic=False)
     with pytest.raises((ValueError, fxoffload.PlanError), match="input_ids"):
         model()
     with pytest.raises((RuntimeError, IndexError)):
@@ -200,7 +200,7 @@ def test_a_call_the_model_cannot_take_raises_and_the_next_one_trains() -> None:
 
 def test_what_a_model_requires_of_its_values_is_checked_in_every_step() -> None:
     case = llava()
-    model = fxoffload.compile(case.model, case.batch, device="cpu", device_budget="64MiB")
+    model = fxoffload.compile(case.model, case.batch, device="cpu", device_budget="64MiB", dynamic=False)
     model(**case.batch).loss.backward()
     without_images = torch.full_like(case.batch["input_ids"], 7)
     with pytest.raises(RuntimeError, match="assertion failed|requires of its inputs"):
@@ -230,7 +230,7 @@ def test_nobody_is_asked_over_the_network(tmp_path: Path, offline: list[object])
     model = fxoffload.from_pretrained(tmp_path)
     for source in (tmp_path, tmp_path / "config.json"):
         assert fxoffload.plan(source, (2, 16), device_budget="1GiB").predicted.device_peak_bytes
-    fxoffload.compile(model, tokens(), device="cpu", device_budget="600KiB").fxoffload.close()
+    fxoffload.compile(model, tokens(), device="cpu", device_budget="600KiB", dynamic=False).fxoffload.close()
     for name in ("meta-llama/Llama-3.1-8B", str(tmp_path / "nothing")):
         with pytest.raises(ValueError, match="config.json"):
             fxoffload.from_pretrained(name)

@@ -105,7 +105,7 @@ def test_training_has_the_bits_of_the_plain_model(
     if tied:
         plain.head.weight = plain.table.weight  # a simulated device makes two of them
     batches = [ids(seed=i).to(device) for i in range(4)]
-    ours = fxoffload.compile(model, batches[0].cpu(), device=device, device_budget="1MiB", pins=PINS)
+    ours = fxoffload.compile(model, batches[0].cpu(), device=device, device_budget="1MiB", pins=PINS, dynamic=frozen)
     (graph,) = ours.fxoffload.graphs.values()
     assert len(graph.find_nodes(op="call_function", target=ops.lookup)) == 1
     assert trained(ours, batches)[0] == trained(plain, batches)[0]

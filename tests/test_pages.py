@@ -125,7 +125,7 @@ def test_five_steps_in_pages_are_bit_equal_and_take_what_was_predicted(
 @pytest.mark.usefixtures("by_pages")
 def test_what_the_last_step_left_stays_mapped_until_nothing_looks_into_it(simulated_device: SimulatedDevice) -> None:
     made = llama()
-    model = fxoffload.compile(made.model, made.batch, device="fxsim", device_budget="500KiB")
+    model = fxoffload.compile(made.model, made.batch, device="fxsim", device_budget="500KiB", dynamic=False)
     model(**made.batch).loss.backward()
     arena = model.fxoffload.arena
     assert arena.n_bytes > 0 and arena._mapped is not None and arena.take()
@@ -149,7 +149,7 @@ def test_where_a_device_cannot_map_pages_twice_a_line_says_so_and_values_lie_in_
     assert for_device(machine, device) == replace(machine, page_bytes=None)
     assert "fxsim cannot map pages of 4096 bytes at several addresses: each value is planned to lie in one piece" in caplog.text
     made = llama()
-    model = fxoffload.compile(made.model, made.batch, device="fxsim", device_budget="200MiB", machine=machine)
+    model = fxoffload.compile(made.model, made.batch, device="fxsim", device_budget="200MiB", machine=machine, dynamic=False)
     model(**made.batch).loss.backward()
     arena = model.fxoffload.arena
     assert arena.n_bytes > 0 and arena._mapped is None and not arena._aliases

@@ -286,7 +286,10 @@ def test_a_forward_that_was_issued_before_its_call_was_checked_counts_only_if_no
     for _ in range(2):
         step(0, 0)
     step(1, 0)
-    step(2, 0, lambda one: one(**{name: value.to("fxsim") for name, value in tokens().items()}).logits.sum().item())
+    step(1, 0, lambda one: one(**{name: value.to("fxsim") for name, value in tokens().items()}).logits.sum().item())
+    for _ in range(2):  # what computes logits was called, and had the memory of the recordings
+        step(0, 0)
+    step(1, 0)
     step(0, 1, other_scaling)
     for _ in range(2):
         step(0, 0)
@@ -317,6 +320,34 @@ def test_what_recordings_hold_goes_with_them_and_not_with_the_garbage_collector(
         assert simulated_device.memory_allocated() == 0
     finally:
         gc.enable()
+
+
+def test_a_step_that_is_called_has_the_memory_of_recordings_until_it_is_one_of_them(
+        simulated_device: SimulatedDevice, replaying: list[Again]) -> None:
+    """A plan has room for what one step makes for itself, be it recorded or called."""
+    case = zoo.lora(num_hidden_layers=1)
+    plain = copy.deepcopy(case.model).to("fxsim")
+    model = fxoffload.compile(case.model, tokens(), device="fxsim", device_budget="16MiB", dynamic=False)
+    (recordings,) = replaying
+
+    def evaluated() -> int:
+        """Of both, equal; how many graphs are recorded then."""
+        with torch.no_grad():
+            ours, theirs = (one(**{name: value.to("fxsim") for name, value in tokens(seed=9).items()}).loss for one in (model, plain))
+        assert torch.equal(ours, theirs)
+        return sum(one.is_recorded for one in recordings._replays)
+
+    def train(n: int) -> int:
+        assert all(map(torch.equal, trained(model, [tokens()] * n)[0], trained(plain, [tokens()] * n)[0]))
+        return sum(one.is_recorded for one in recordings._replays)
+
+    assert train(3) == 2
+    assert evaluated() == 0 and train(2) == 0 and train(1) == 2
+    assert evaluated() == 0 and train(3) == 2
+    for _ in range(2):
+        assert evaluated() == 3 and train(1) == 3, "called twice, it is recorded beside the others"
+    assert recordings.n[0] == 7
+    model.fxoffload.close()
 
 
 def test_a_backward_that_was_begun_is_the_one_that_is_asked_for(

@@ -94,6 +94,8 @@ def compile_placed(
                 recordings.is_spoiled = recordings.is_spoiled and not has_arena
             if recordings is not None and not (replays and has_arena):
                 recordings.early.drop()
+                if has_arena:
+                    recordings.make_room()
         return (placed if has_arena else apart())(arguments)
 
     return boxed(run)

@@ -56,8 +56,8 @@ class Recordings:
     `n_begun`: backwards that were issued before they had their arguments; `is_spoiled`: a backward that was begun was not run, and the arena
     holds nothing that another could read.
 
-    A step's graphs are recorded in one step, or none is: what one makes for itself lies in the recordings' memory, what a called one makes
-    beside it, and the plan has room for one of the two.
+    What a recorded step makes for itself lies in the recordings' memory, what a called one makes beside it, and a plan has room for one of
+    the two. So a step's graphs are recorded in one step, or none is, and before a step is called there are no recordings any more.
     """
 
     given_up = is_replayed = is_spoiled = False
@@ -106,6 +106,17 @@ class Recordings:
         if begun is not None and not saved_tensors_are_hooked():
             for node in {leaf.grad_fn for leaf in pytree.tree_leaves(results) if isinstance(leaf, torch.Tensor)} - {None}:
                 when_backward_begins(node, begun)
+
+    def make_room(self) -> None:
+        """Gives the memory of all recordings back: a step is about to be called."""
+        recorded = [replay for replay in self._replays if replay.is_recorded]
+        if not recorded:
+            return
+        torch.accelerator.synchronize(self.device)
+        self.early.forget()
+        for replay in recorded:
+            replay.forget()
+        torch.accelerator.empty_cache()
 
     def release(self) -> None:
         """Forgets every recording."""
@@ -280,6 +291,11 @@ class Replay:
             log.warning("a step is called op by op and not recorded: %s draws random numbers on the host", name_of(drawn))
         recordings.add(self)
 
+    @property
+    def is_recorded(self) -> bool:
+        """Whether it can be replayed."""
+        return self._recording is not None
+
     def forget(self) -> None:
         """Gives the recording's memory back; it may be made again."""
         self._alike = None
@@ -310,6 +326,8 @@ class Replay:
     def __call__(self, arguments: list[object]) -> Results:
         if self._is_called or self._recordings.given_up:
             self._recordings.early.drop()
+            if self._begins:
+                self._recordings.make_room()
             return self._called(arguments)
         anew, place = self._come_anew(arguments)
         alike = self._look(arguments, anew, place)
@@ -331,6 +349,8 @@ class Replay:
         is_called = self._recording is None or not self._is_free(self._recording)
         if self._begins:
             self._recordings.is_replayed = not is_called
+            if self._recording is None:
+                self._recordings.make_room()
         if is_called:
             self._note_mixed()
             return self._called(arguments)
