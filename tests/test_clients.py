@@ -162,7 +162,7 @@ def test_trainer_gives_the_same_losses_metrics_and_files_and_resumes_under_anoth
     for name in ("final", "checkpoint-2", "checkpoint-4"):
         same_files(tmp_path / "plain" / name, tmp_path / "mine" / name)
 
-    again = fxoffload.compile(llama(num_hidden_layers=1).model, sample, **{**OPTIONS, "device_budget": "1MiB"})
+    again = fxoffload.compile(llama(num_hidden_layers=1).model, sample, **{**ONE_SHAPE, "device_budget": "1MiB"})
     resumed = trainer_of(again, tmp_path / "mine")
     resumed.train(resume_from_checkpoint=str(tmp_path / "mine" / "checkpoint-2"))
     assert history(resumed) == history(theirs)

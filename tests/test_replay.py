@@ -84,9 +84,9 @@ def test_attention_with_dropout_and_copies_from_memory_that_is_not_pinned_cannot
 
 def test_a_step_with_dropout_is_recorded_unless_the_caller_says_that_it_draws_again() -> None:
     again = fxoffload.pin("*dropout*", "checkpoint")
-    free, pinned = (planned(zoo.lora(dropout=0.1), "1GiB", pins=pins) for pins in ((), [again]))
+    free, pinned = (planned(zoo.lora(dropout=0.1, num_hidden_layers=1), "1GiB", pins=pins) for pins in ((), [again]))
     assert [graph.replays for graph in (*free.graphs.values(), *pinned.graphs.values())] == [True, False]
-    graph = lowered(zoo.lora(dropout=0.1), "1GiB", pins=(again,))
+    graph = lowered(zoo.lora(dropout=0.1, num_hidden_layers=1), "1GiB", pins=(again,))
     assert "sets a generator back" in (obstacle(graph) or "") and any(map(is_random, graph.nodes))
 
 class HostNoise(nn.Module):
