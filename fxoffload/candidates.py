@@ -30,8 +30,10 @@ _SLACK_SHARE = 1 / 16
 _REFINED_SHARES = (0.0, 1 / 32, 1 / 8)
 
 
-# Of what a value's copies take: making again what takes more is worth it only where no more can be copied.
-_LOW_PRICE = 0.25
+# Of what a value's copies take, what making it again may take: the less, the more is copied instead. Making again what takes more than `MIDDLE`
+# is worth it only where no more can be copied.
+MIDDLE = 1 / 4
+_PRICES = (1 / 32, 1 / 16, 1 / 8, MIDDLE, 1.0)
 # Whatever its copies take: where the host has no room for them.
 _ANY_PRICE = 1e6
 
@@ -116,14 +118,18 @@ class Candidate:
 
 
 def recipes(problem: Problem) -> list[Recipe]:
-    """In the order of what they recompute: nothing, in more and more of the blocks what is much cheaper made again than copied, in all
-    of them what is cheaper. Where there are no blocks, nothing and what is cheap."""
+    """In the order of what they recompute: nothing, then in all blocks at one price after the other. Where there are no blocks, nothing and
+    what is cheap."""
     n_blocks = 1 + max((i for node in problem.graph.nodes if (i := block_position(name_of(node))) is not None), default=-1)
     if not n_blocks:
         return [Recipe("all"), Recipe("costly")]
-    parts = [n_blocks * quarters // 4 for quarters in (1, 2, 3)] if n_blocks >= 4 else []
-    most = [] if problem.host_bytes is None else [Recipe("blocks", n_blocks, _ANY_PRICE)]
-    return [Recipe("all"), *(Recipe("blocks", n, _LOW_PRICE) for n in (*parts, n_blocks)), Recipe("blocks", n_blocks), *most]
+    most = [] if problem.host_bytes is None else [_ANY_PRICE]
+    return [Recipe("all"), *(Recipe("blocks", n_blocks, price) for price in (*_PRICES, *most))]
+
+
+def in_parts(recipe: Recipe) -> list[Recipe]:
+    """The recipe in a quarter, half and three quarters of the blocks."""
+    return [replace(recipe, blocks=recipe.blocks * quarters // 4) for quarters in (1, 2, 3)] if recipe.blocks >= 4 else []
 
 
 def decided(problem: Problem, recipe: Recipe, live: Liveness | None = None) -> tuple[Decision, ...]:

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from .candidates import (
-    Candidate, Recipe, Recomputation, completed, decided, free_names, least_s, recipes, recomputed, refined, settled, swept, unlimited_bytes,
+    MIDDLE, Candidate, Recipe, Recomputation, completed, decided, free_names, in_parts, least_s, recipes, recomputed, refined, settled, swept,
+    unlimited_bytes,
 )
 from .climb import climbed
 from .liveness import Liveness, liveness
@@ -102,8 +103,12 @@ class Search:
     def _climb(self, rung: int, budget: int, above: int) -> bool:
         """Searches one rung for what to complete under `budget`, within the rung above; False when nothing fits it."""
         found: list[tuple[Recipe, list[Candidate]]] = []
+        decisions: list[tuple[Decision, ...]] = []
         for way in self._ways(budget):
             for recipe in way:
+                if self._decided(recipe) in decisions:
+                    continue
+                decisions.append(self._decided(recipe))
                 before, slower_s = self.best, self._slower_s(recipe, budget)
                 if slower_s is not None:
                     self.tried.append(Tried(str(recipe), 0, slower_s, None))
@@ -154,17 +159,23 @@ class Search:
         for one in found.settled:
             self._accept(recipe, completed(self.problem, one, budget, above))
 
-    def _ways(self, budget: int) -> list[list[Recipe]]:
-        """The recipes in the orders in which they are tried. Where not all are: the one that recomputes all that is much cheaper; from the
-        one that recomputes most down to it, and from it down to none, as long as that is faster than all before."""
-        ordered = list(recipes(self.problem))
-        if self._effort.spared:
-            if self.best is not None:
-                return [[self.best.recomputation.recipe]]
-            middle = max((i for i, one in enumerate(ordered) if one.price < 1), default=len(ordered) - 1)
-            return [[ordered[middle]], ordered[middle + 1 :][::-1], ordered[:middle][::-1]]
-        binds = self._least_s(ordered[0], budget) > self._least_s(ordered[-1], budget)
-        return [ordered[::-1] if binds else ordered]
+    def _ways(self, budget: int) -> Iterator[list[Recipe]]:
+        """The recipes in the orders in which they are tried. Where not all are: the one of the middle price; from the one that recomputes
+        most down to it, from it down to none, and it in fewer and fewer blocks, each way as long as that is faster than all before."""
+        ordered = recipes(self.problem)
+        middle = next((i for i, one in enumerate(ordered) if one.keep == "blocks" and one.price == MIDDLE), len(ordered) - 1)
+        parts = in_parts(ordered[middle])
+        if not self._effort.spared:
+            ordered[1:1] = parts
+            binds = self._least_s(ordered[0], budget) > self._least_s(ordered[-1], budget)
+            yield ordered[::-1] if binds else ordered
+        elif self.best is not None:
+            yield [self.best.recomputation.recipe]
+        else:
+            yield [ordered[middle]]
+            yield ordered[middle + 1 :][::-1]
+            yield ordered[:middle][::-1]
+            yield parts[::-1]
 
     def _climb_least(self, rung: int, limit: int) -> None:
         """Where nothing fits a rung, the least budget that works is one."""

@@ -9,6 +9,7 @@ import random
 from dataclasses import replace
 from importlib import resources
 
+import peft
 import pytest
 import torch
 import transformers
@@ -16,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from zoo import FAMILIES
 
-from fxoffload import planner
+from fxoffload import candidates, planner
 from fxoffload.api import captured, planning_options
 from fxoffload.buckets import GROUP_BYTES
 from fxoffload.candidates import Recipe, completed, decided, free_names, least_s, recipes, recomputed, settled, swept
@@ -278,3 +279,23 @@ def test_a_pin_does_not_beat_the_free_plan(kind: str) -> None:
         except PlanError:
             continue
         assert step_s >= free_s * (1 - 1e-9), number
+
+
+@pytest.mark.integration
+def test_values_that_are_nearly_free_to_make_are_made_again_where_memory_lies_between(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside what is much cheaper than its copies in all blocks, and what is so in a part of them, which is all there was to choose from."""
+    config = transformers.LlamaConfig(
+        hidden_size=3072, intermediate_size=8192, num_hidden_layers=8, num_attention_heads=24, num_key_value_heads=8, vocab_size=32000,
+        dtype=torch.bfloat16)
+    model = model_without_weights(config, peft.LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM"), None)
+    machine = load_machine("rtx4090")
+    options = planning_options(model, machine, "1TiB", None, 0, "adamw", "auto", None, "bitwise", (), None)
+    with captured(model, (4, 2048), options, machine) as session:
+        def planned(gib: int) -> float:
+            return session.study.plan(replace(session.study.planning.budgets, device_bytes=gib << 30)).predicted.step_s
+
+        found = {gib: planned(gib) for gib in (6, 8)}
+        monkeypatch.setattr(candidates, "_PRICES", (candidates.MIDDLE, 1.0))
+        with_two = {gib: planned(gib) for gib in found}
+    assert all(found[gib] <= with_two[gib] for gib in found)
+    assert found[6] < 0.98 * with_two[6]
