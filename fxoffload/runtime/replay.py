@@ -76,6 +76,9 @@ class Recordings:
 
     def record(self, call: Boxed, given: Given, recorded: Recorded) -> tuple[Results, Callable[[], None]]:
         """The results of a call, whose work is not done, and what does it. Raises RuntimeError where some of it cannot be recorded."""
+        if not any(replay.is_recorded for replay in self._replays):
+            # A pool that no recording uses any more is gone, or going with the last value in it, and cannot be recorded in again.
+            self._pool = torch.cuda.graph_pool_handle()
         # The pool is apart from the memory that calls have left cached.
         torch.cuda.synchronize(self.device)
         clear_workspaces()
