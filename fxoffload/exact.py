@@ -16,7 +16,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from .candidates import Candidate, Recomputation, decided, free_names, priced, recipes, recomputed, settled
+from .candidates import Candidate, Recomputation, decided, free_names, priced, recipes_of_small, recomputed, settled
 from .gaps import Gap, Gaps
 from .overlap import overlapped
 from .problem import Problem, outside_bytes
@@ -49,7 +49,7 @@ def solve_exactly(problem: Problem, seconds: float = 60.0) -> Exact:
     if budget is None:
         raise ValueError("an exact plan needs a device budget")
     found = [_solved(problem, recomputed(problem, recipe, decided(problem, recipe), problem.pinned_to_device), budget, seconds)
-             for recipe in recipes(problem)]
+             for recipe in recipes_of_small(problem)]
     best = min((one.best for one in found if one.best is not None), key=lambda c: c.step_s, default=None)
     return Exact(min(one.bound_s for one in found), best, sum(one.timed_out for one in found), max(one.n_groups for one in found))
 

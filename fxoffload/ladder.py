@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from .candidates import (
-    MIDDLE, Candidate, Recipe, Recomputation, completed, decided, free_names, in_parts, least_s, recipes, recomputed, refined, settled, swept,
-    unlimited_bytes,
+    MIDDLE, Candidate, Recipe, Recomputation, completed, decided, free_names, in_parts, least_s, recipes, recipes_of_small, recomputed, refined,
+    settled, swept, unlimited_bytes,
 )
 from .climb import climbed
 from .liveness import Liveness, liveness
@@ -162,20 +162,19 @@ class Search:
     def _ways(self, budget: int) -> Iterator[list[Recipe]]:
         """The recipes in the orders in which they are tried. Where not all are: the one of the middle price; from the one that recomputes
         most down to it, from it down to none, and it in fewer and fewer blocks, each way as long as that is faster than all before."""
-        ordered = recipes(self.problem)
-        middle = next((i for i, one in enumerate(ordered) if one.keep == "blocks" and one.price == MIDDLE), len(ordered) - 1)
-        parts = in_parts(ordered[middle])
         if not self._effort.spared:
-            ordered[1:1] = parts
+            ordered = recipes_of_small(self.problem)
             binds = self._least_s(ordered[0], budget) > self._least_s(ordered[-1], budget)
             yield ordered[::-1] if binds else ordered
         elif self.best is not None:
             yield [self.best.recomputation.recipe]
         else:
+            ordered = recipes(self.problem)
+            middle = next((i for i, one in enumerate(ordered) if one.keep == "blocks" and one.price == MIDDLE), len(ordered) - 1)
             yield [ordered[middle]]
             yield ordered[middle + 1 :][::-1]
             yield ordered[:middle][::-1]
-            yield parts[::-1]
+            yield in_parts(ordered)[::-1]
 
     def _climb_least(self, rung: int, limit: int) -> None:
         """Where nothing fits a rung, the least budget that works is one."""
