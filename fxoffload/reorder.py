@@ -17,6 +17,7 @@ from .errors import PlanError
 from .graph import copy_graph, name_of
 from .heads import Head, find_heads
 from .losses import Whole, find_losses
+from .memory_map import MemoryMap
 from .planner import Problem, Solution, solve
 from .problem import apply, decide
 from .plans import Chunk, Decision, Defer, GraphPlan, Prediction
@@ -109,13 +110,15 @@ class _Found:
 
     @property
     def is_readable(self) -> bool:
-        """Whether the budget has room to read the outputs beside what resides."""
+        """Whether the budget has room to read the outputs beside what resides and the graph's own arena."""
         problem, reading_bytes = self.variant.problem, self.variant.reading_bytes()
         budget = problem.context.device_budget_bytes
         if budget is None or not reading_bytes:
             return True
         reside = [problem.parameters[name] for name in sorted(self.solution.resident)]
         fixed = problem.fixed_bytes + sum(p.n_bytes + p.gradient_bytes + p.state_bytes for p in reside)
+        # The arena of the graph is still there.
+        fixed += MemoryMap.of(self.solution.lowered, problem.context.bounds).arena_bytes if problem.footprint.by_offsets else 0
         return problem.footprint.needed_bytes(fixed + reading_bytes) <= budget
 
 

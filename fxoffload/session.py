@@ -26,7 +26,6 @@ from .heap import Litter, heap_at_rest
 from .integrations import transformers
 from .joint import InputRef, step_graph
 from .machine import Machine
-from .memory_map import MemoryMap
 from .neutral import neutralize
 from .optimizer_states import States
 from .pins import Pin
@@ -41,7 +40,9 @@ from .runtime.begun import Pair
 from .runtime.device_arena import DeviceArena, for_device
 from .runtime.executor import boxed, compile_eager, compile_placed, gradients_end
 from .runtime.host_memory import HostMemory
-from .runtime.replay import End, recordings_for
+from .runtime.recordings import recordings_for
+from .runtime.replay import End
+from .runtime.room import Room
 from .runtime.transfers import engine_for
 from .split import split
 from .study import Study
@@ -50,8 +51,9 @@ from .torch_compat import WeakBackend, allow_second_backward, aot_backend, writt
 
 log = logging.getLogger("fxoffload")
 
-# On the output node of a lowered graph: whether it is to be replayed from a recording; on those of its halves: that node, and what they share.
-_REPLAYS, _WHOLE, _PAIR = "fxoffload_replays", "fxoffload_whole", "fxoffload_pair"
+# On the output node of a lowered graph: whether it is to be replayed from a recording, and the Room it needs; on those of its halves: that
+# node, and what they share.
+_REPLAYS, _ROOM, _WHOLE, _PAIR = "fxoffload_replays", "fxoffload_room", "fxoffload_whole", "fxoffload_pair"
 # On the output node of a lowered graph: the outputs it leaves out, as LeftOut.
 _LEFT_OUT = "fxoffload_left_out"
 
@@ -251,7 +253,8 @@ class Session:
         if self.arena is not None:
             whole = output_of(graph).meta.get(_WHOLE, output_of(graph))
             pair = output_of(graph).meta.get(_PAIR)
-            return compile_placed(graph, self.engine, end, self.arena, continues, self.recordings, whole.meta[_REPLAYS], pair)
+            return compile_placed(
+                graph, self.engine, end, self.arena, continues, whole.meta[_ROOM], self.recordings, whole.meta[_REPLAYS], pair)
         if self.meter is None:
             return compile_eager(graph, self.engine, end)
         return self.meter.watched(compile_eager(graph, self.engine, end, self.meter.observe), graph)
@@ -281,9 +284,12 @@ class Session:
     def _keep(self, label: str, lowered: fx.Graph) -> None:
         self.graphs[label] = lowered
         assert self.plan is not None
-        output_of(lowered).meta[_REPLAYS] = any(known.label == label and known.replays for known in self.plan.graphs.values())
+        known = next(one for one in self.plan.graphs.values() if one.label == label)
+        meta = output_of(lowered).meta
+        meta[_REPLAYS] = known.replays
         if self.arena is not None:
-            self.arena.reserve(MemoryMap.of(lowered, output_of(lowered).meta[text.BOUNDS]).arena_bytes)
+            room = meta[_ROOM] = Room.of(lowered, meta[text.BOUNDS], known.predicted.device_peak_bytes, self.plan.device_budget_bytes)
+            self.arena.reserve(room.arena_bytes)
         if self.places.settled:
             self.memory.reserve_disk(self.planning.disk_file_bytes)
 

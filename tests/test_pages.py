@@ -114,7 +114,7 @@ def test_five_steps_in_pages_are_bit_equal_and_take_what_was_predicted(
 ) -> None:
     aliases = []
     allocate = DeviceArena._allocate
-    monkeypatch.setattr(DeviceArena, "_allocate", lambda arena: (allocate(arena), aliases.append(len(arena._aliases)))[0])
+    monkeypatch.setattr(DeviceArena, "_allocate", lambda arena, n: (allocate(arena, n), aliases.append(len(arena._aliases)))[0])
     found: list[Row] = list(rows(family, "fxsim", simulated_device, (1.0, 0.5)))
     for row in found:
         assert not row.refused and not fault(row, found[0]), (fault(row, found[0]), row)

@@ -11,6 +11,7 @@ import ctypes
 import gc
 import logging
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -38,7 +39,7 @@ from fxoffload.runtime import replay
 from fxoffload.runtime.device_arena import DeviceArena
 from fxoffload.runtime.early import EarlyStarts
 from fxoffload.runtime.host_memory import HostMemory
-from fxoffload.runtime.replay import Recordings
+from fxoffload.runtime.recordings import Boxed, Given, Recordings, Segments
 from fxoffload.runtime.transfers import Leaving, Recorded, StreamEngine
 from fxoffload.testing.simulated_device import SimulatedDevice
 
@@ -136,11 +137,15 @@ class Again(Recordings):
     """A recording that makes the call again, into the results of the first one. `n`: recordings, and replays."""
 
     def __init__(self, device: torch.device, engine: Any, arena: DeviceArena) -> None:
-        self.device, self.engine, self.arena, self._replays = device, Engine(engine), arena, replay.weakref.WeakSet()
+        self.device, self.engine, self.arena, self._replays = device, Engine(engine), arena, weakref.WeakSet()
         self.early = EarlyStarts(device)
-        self.n = [0, 0]
+        arena.moves = self.forget
+        self.n, self.n_bytes = [0, 0], 0
 
-    def record(self, call: replay.Boxed, given: Sequence[object], recorded: Recorded) -> tuple[Sequence[object], Callable[[], None]]:
+    def held_bytes(self) -> int:
+        return self.n_bytes * sum(one.is_recorded for one in self._replays)
+
+    def record(self, call: Boxed, given: Sequence[object], recorded: Recorded) -> tuple[Sequence[object], Callable[[], None]]:
         self.n[0] += 1
         results = self.undone(lambda: list(call(list(given))))
         arguments, kept = [self.place(one) for one in given], [self.place(one) for one in results]
@@ -286,9 +291,8 @@ def test_a_forward_that_was_issued_before_its_call_was_checked_counts_only_if_no
     for _ in range(2):
         step(0, 0)
     step(1, 0)
-    step(1, 0, lambda one: one(**{name: value.to("fxsim") for name, value in tokens().items()}).logits.sum().item())
-    for _ in range(2):  # what computes logits was called, and had the memory of the recordings
-        step(0, 0)
+    # The forward of `change`, too; what computes its logits is called beside the recordings, as there is room.
+    step(2, 0, lambda one: one(**{name: value.to("fxsim") for name, value in tokens().items()}).logits.sum().item())
     step(1, 0)
     step(0, 1, other_scaling)
     for _ in range(2):
@@ -322,7 +326,7 @@ def test_what_recordings_hold_goes_with_them_and_not_with_the_garbage_collector(
         gc.enable()
 
 
-def test_a_step_that_is_called_has_the_memory_of_recordings_until_it_is_one_of_them(
+def test_where_there_is_no_room_beside_recordings_a_step_has_their_memory(
         simulated_device: SimulatedDevice, replaying: list[Again]) -> None:
     """A plan has room for what one step makes for itself, be it recorded or called."""
     case = zoo.lora(num_hidden_layers=1)
@@ -330,22 +334,27 @@ def test_a_step_that_is_called_has_the_memory_of_recordings_until_it_is_one_of_t
     model = fxoffload.compile(case.model, tokens(), device="fxsim", device_budget="16MiB", dynamic=False)
     (recordings,) = replaying
 
+    def n_recorded() -> int:
+        return sum(one.is_recorded for one in recordings._replays)
+
     def evaluated() -> int:
         """Of both, equal; how many graphs are recorded then."""
         with torch.no_grad():
             ours, theirs = (one(**{name: value.to("fxsim") for name, value in tokens(seed=9).items()}).loss for one in (model, plain))
         assert torch.equal(ours, theirs)
-        return sum(one.is_recorded for one in recordings._replays)
+        return n_recorded()
 
     def train(n: int) -> int:
         assert all(map(torch.equal, trained(model, [tokens()] * n)[0], trained(plain, [tokens()] * n)[0]))
-        return sum(one.is_recorded for one in recordings._replays)
+        return n_recorded()
 
     assert train(3) == 2
-    assert evaluated() == 0 and train(2) == 0 and train(1) == 2
+    assert evaluated() == 2 and train(1) == 2 and evaluated() == 2 and evaluated() == 3 and train(1) == 3, "there is room"
+    assert recordings.n[0] == 3
+    recordings.n_bytes = 16 << 20
+    assert evaluated() == 1, "a replay has the memory of the others"
+    assert train(2) == 0 and train(1) == 2, "so has a step that is called"
     assert evaluated() == 0 and train(3) == 2
-    for _ in range(2):
-        assert evaluated() == 3 and train(1) == 3, "called twice, it is recorded beside the others"
     assert recordings.n[0] == 7
     model.fxoffload.close()
 
@@ -556,9 +565,9 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> tuple[list[Capture], list[str]]
 def test_a_capture_is_ended_once_what_failed_first_is_told_and_a_failed_end_is_mended(
         fails: bool, error: BaseException | None, told: str | None, monkeypatch: pytest.MonkeyPatch, captures: tuple[list[Capture], list[str]]) -> None:
     mended: list[object] = []
-    monkeypatch.setattr(replay, "end_failed_capture", lambda device, pool: mended.append((device, pool)))
+    monkeypatch.setattr("fxoffload.runtime.recordings.end_failed_capture", lambda device, pool: mended.append((device, pool)))
     monkeypatch.setattr(Capture, "fails", fails)
-    segments = replay.Segments(torch.device("cuda", 0), (0, 1))
+    segments = Segments(torch.device("cuda", 0), (0, 1))
     expected = contextlib.nullcontext() if told is None else pytest.raises(BaseException, match=f"^{told}$")
     with expected, segments.captured():
         if error is not None:
@@ -593,7 +602,7 @@ def test_copies_and_waits_are_made_between_the_segments_at_each_replay_and_not_b
 
     monkeypatch.setattr(torch, "get_device_module", lambda device: Device())
     memory = HostMemory(False)
-    engine, weight, segments = StreamEngine(torch.device("cpu"), memory), torch.arange(3.0), replay.Segments(torch.device("cuda", 0), (0, 1))
+    engine, weight, segments = StreamEngine(torch.device("cpu"), memory), torch.arange(3.0), Segments(torch.device("cuda", 0), (0, 1))
     with engine.recorded() as recorded:
         recorded.between = segments.cut
         with segments.captured():
@@ -677,12 +686,12 @@ def test_replayed_steps_on_a_card_have_the_bits_of_called_ones(
 
 @pytest.mark.gpu
 def test_a_recording_that_fails_leaves_the_step_to_be_called(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    record = replay.Recordings.record
+    record = Recordings.record
 
-    def waiting(self: replay.Recordings, call: replay.Boxed, given: replay.Given, recorded: Recorded) -> Any:
+    def waiting(self: Recordings, call: Boxed, given: Given, recorded: Recorded) -> Any:
         return record(self, lambda arguments: (torch.ones(1, device="cuda").item(), call(arguments))[1], given, recorded)
 
-    monkeypatch.setattr(replay.Recordings, "record", waiting)
+    monkeypatch.setattr(Recordings, "record", waiting)
     with caplog.at_level(logging.WARNING, logger="fxoffload"):
         losses, _, _ = steps_on_a_card(FAMILIES["lora"](), "1GiB", (), 1)
     assert sum("cannot be recorded" in one.message for one in caplog.records) == 1 and losses[-1] < losses[0]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Protocol, cast
 
@@ -12,6 +13,7 @@ import torch
 from ..machine import Machine
 from ..pages import Place
 from .cuda_pages import CudaPages, page_bytes_of
+from .room import Room
 
 log = logging.getLogger("fxoffload")
 
@@ -42,6 +44,19 @@ def for_device(machine: Machine, device: torch.device) -> Machine:
     return replace(machine, page_bytes=None)
 
 
+def _nothing() -> None:
+    """Nobody has the arena's addresses."""
+
+
+def _inside(place: Place, n_bytes: int) -> Place:
+    """The place; one that reaches beyond `n_bytes`, which no step reads or writes now, shows their first page, over and over, so that the
+    addresses behind it stay what they are."""
+    if all(offset + n <= n_bytes for offset, n in place):
+        return place
+    page = math.gcd(*(number for piece in place for number in piece))
+    return ((0, page),) * (sum(n for _, n in place) // page)
+
+
 def _map_pages(device: torch.device, n_bytes: int, aliases: Sequence[Place]) -> Mapped:
     module: Any = torch.get_device_module(device)
     if hasattr(module, "map_pages"):
@@ -52,8 +67,9 @@ def _map_pages(device: torch.device, n_bytes: int, aliases: Sequence[Place]) -> 
 class DeviceArena:
     """Bytes that one step at a time has for itself, from its forward until nothing looks into them any more.
 
-    It is allocated when it is first used and grows, while nobody has it, to the largest graph's need. A value in several pieces has an
-    address range of its own, in which they are side by side; its offset is behind all others.
+    It is allocated when it is first used, as large as the largest graph needs. A step beside which so much has no place has a smaller one,
+    the next a larger one again. A value in several pieces has an address range of its own, in which they are side by side; its offset is
+    behind all others. `moves`: called before what lies in the arena, or its address, is no more.
     """
 
     # Memory without an arena that something still looks into.
@@ -69,6 +85,12 @@ class DeviceArena:
         self._n_mapped = 0
         self._stream: Any = None
         self._lasting: dict[tuple[object, ...], torch.Tensor] = {}
+        self.moves: Callable[[], None] = _nothing
+
+    @property
+    def held_bytes(self) -> int:
+        """Of the memory that it has now."""
+        return self._held_bytes
 
     def reserve(self, n_bytes: int) -> None:
         """From its next use on the arena has at least `n_bytes`."""
@@ -82,15 +104,36 @@ class DeviceArena:
             self._aliases[pages] = _WINDOW_BYTES + sum(n_bytes for place in self._aliases for _, n_bytes in place)
         return self._aliases[pages]
 
-    def take(self) -> bool:
-        """True when a step may begin to use the arena: nothing looks into it."""
-        if self._storage is not None and torch._C._storage_Use_Count(self._storage._cdata) > 1 + len(self._lasting):
+    def take(self, room: Room | None = None) -> bool:
+        """True when a step may begin to use the arena: nothing looks into it. It has what `room` says then, without one what the largest
+        graph needs."""
+        if self._is_used():
             return False
-        if self._storage is None or self._held_bytes < self.n_bytes or self._n_mapped < len(self._aliases):
-            self._forget()
-            self._allocate()
+        if not self.suits(room):
+            self._move(self.n_bytes if room is None else min(self.n_bytes, room.most_arena_bytes))
         self._follow()
         return True
+
+    def suits(self, room: Room | None) -> bool:
+        """Whether a step of that room can begin in the arena as it is."""
+        if self._storage is None or self._n_mapped < len(self._aliases) or self._is_used():
+            return False
+        if room is None:
+            return self._held_bytes >= self.n_bytes
+        return room.arena_bytes <= self._held_bytes <= room.most_arena_bytes
+
+    def _is_used(self) -> bool:
+        return self._storage is not None and torch._C._storage_Use_Count(self._storage._cdata) > 1 + len(self._lasting)
+
+    def _move(self, n_bytes: int) -> None:
+        if self._storage is not None:
+            self.moves()
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            self._forget()
+            if self.device.type == "cuda":  # what lies behind it would be in the way of a larger one
+                torch.cuda.empty_cache()
+        self._allocate(n_bytes)
 
     def holds(self, values: Sequence[object]) -> bool:
         """Whether one of the values lies in the arena."""
@@ -127,14 +170,14 @@ class DeviceArena:
         self._forget()
         self.n_bytes = 0
 
-    def _allocate(self) -> None:
+    def _allocate(self, n_bytes: int) -> None:
         if not self._aliases:
-            self._storage = torch.empty(self.n_bytes, dtype=torch.uint8, device=self.device).untyped_storage()
+            self._storage = torch.empty(n_bytes, dtype=torch.uint8, device=self.device).untyped_storage()
         else:
-            self._mapped = mapped = _map_pages(self.device, self.n_bytes, list(self._aliases))
+            self._mapped = mapped = _map_pages(self.device, n_bytes, [_inside(place, n_bytes) for place in self._aliases])
             storage: Any = torch._C._construct_storage_from_data_pointer(mapped.address, self.device, mapped.n_bytes)
             self._storage = storage
-        self._held_bytes, self._n_mapped = self.n_bytes, len(self._aliases)
+        self._held_bytes, self._n_mapped = n_bytes, len(self._aliases)
 
     def _forget(self) -> None:
         self._lasting.clear()

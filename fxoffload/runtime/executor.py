@@ -23,12 +23,12 @@ from .begun import Pair
 from .device_arena import DeviceArena
 from .fused import fused_call
 from .placed import ALONE, LoadedThere, placed_call, places
-from .replay import End, Recordings, Replay
+from .recordings import Boxed, Recordings
+from .replay import End, Replay
+from .room import Room
 from .transfers import SynchronousEngine, StreamEngine
 
 log = logging.getLogger("fxoffload")
-
-Boxed = Callable[[list[object]], Sequence[object]]
 
 
 def compile_eager(
@@ -63,18 +63,18 @@ def gradients_end(graph: fx.Graph, engine: SynchronousEngine | StreamEngine) -> 
 
 def compile_placed(
     graph: fx.Graph, engine: SynchronousEngine | StreamEngine, end: End | None, arena: DeviceArena, continues: bool,
-    recordings: Recordings | None = None, replays: bool = False, pair: Pair | None = None,
+    room: Room, recordings: Recordings | None = None, replays: bool = False, pair: Pair | None = None,
 ) -> Boxed:
     """A function like `compile_eager`'s whose values lie in the arena, as long as the step has it for itself.
 
     A step that begins while another has not ended, and a backward that may be run again, get their memory from the allocator: what lies
-    in the arena stays. `continues`: the graph is a backward, which has the arena if its forward had. `replays`: the step is to be replayed
-    from a recording, one of `recordings`. `pair`: what the graph shares with the other half of its step.
+    in the arena stays. `continues`: the graph is a backward, which has the arena if its forward had. `room`: what the step needs. `replays`:
+    the step is to be replayed from a recording, one of `recordings`. `pair`: what the graph shares with the other half of its step.
     """
     if recordings is None or not replays:
         placed: Callable[[list[object]], Sequence[object]] = compile_eager(graph, engine, end, arena=arena)
     else:
-        placed = Replay(graph, compile_eager(graph, engine, None, arena=arena), arena, recordings, end, not continues, pair)
+        placed = Replay(graph, compile_eager(graph, engine, None, arena=arena), arena, room, recordings, end, not continues, pair)
 
     @functools.cache
     def apart() -> Boxed:
@@ -86,16 +86,16 @@ def compile_placed(
             holds = arena.holds(arguments)
             if holds and recordings is not None and recordings.is_spoiled:
                 raise RuntimeError("a backward of this step was interrupted and has overwritten what it reads: call the model again")
-            has_arena = not keeps_graph() and (holds or arena.take())
+            has_arena = not keeps_graph() and (holds or arena.take(room))
         else:
-            has_arena = arena.take()
+            has_arena = arena.take(room)
             if recordings is not None:
                 recordings.expected = None
                 recordings.is_spoiled = recordings.is_spoiled and not has_arena
             if recordings is not None and not (replays and has_arena):
                 recordings.early.drop()
                 if has_arena:
-                    recordings.make_room()
+                    recordings.make_room(room)
         return (placed if has_arena else apart())(arguments)
 
     return boxed(run)

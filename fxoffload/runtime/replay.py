@@ -9,191 +9,37 @@ long as he has it, the step is called.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 import torch.fx as fx
-from torch.utils import _pytree as pytree
 
 from ..graph import Role, info, name_of
 from ..layout import extent_bytes
 from ..replays import comes_anew, host_draw
-from ..torch_compat import clear_workspaces, end_failed_capture, ends_empty, saved_tensors_are_hooked, when_backward_begins
 from .begun import Pair
 from .device_arena import DeviceArena
-from .early import Batch, EarlyStarts, writes_inputs
+from .early import Batch, writes_inputs
 from .host_memory import HostMemory
-from .transfers import Recorded, StreamEngine, SynchronousEngine, unowned
+from .recordings import Boxed, Given, Recordings, Results
+from .room import Room
+from .transfers import Recorded, unowned
 
 log = logging.getLogger("fxoffload")
 
-Boxed = Callable[[list[object]], Sequence[object]]
-Results = Sequence[object]
-Given = Sequence[object]
 End = Callable[[], None]
 
-# The priority of a recording's stream, the higher the lower the number. A step is issued far ahead of the device. At the usual priority each
-# segment of a stream that far ahead began up to 0.5 ms after what it waited for had ended (H200): 60 to 100 ms of a step.
-_URGENT = -1
 # Calls alike before one is recorded: by then kernels are loaded and libraries have their memory.
 WARM_CALLS = 2
 # In a look, what comes before the arguments.
 _N_SETTINGS = 3
 # Recordings that are made in vain for the same arguments, or backwards called beside a recorded forward, before no more are made.
 _MOST_LOST = 3
-
-
-class Recordings:
-    """What the recordings of one Session share: the engine of their copies, the stream they are made on, and the memory of what lies in
-    no arena. `early`: those that are issued before their call is checked; `given_up`: no step is recorded any more; `is_replayed`: the first
-    graph of the step at work was; `expected`: what the backward runs in of the forward that was replayed last, until its call ends;
-    `n_begun`: backwards that were issued before they had their arguments; `is_spoiled`: a backward that was begun was not run, and the arena
-    holds nothing that another could read.
-
-    What a recorded step makes for itself lies in the recordings' memory, what a called one makes beside it, and a plan has room for one of
-    the two. So a step's graphs are recorded in one step, or none is, and before a step is called there are no recordings any more.
-    """
-
-    given_up = is_replayed = is_spoiled = False
-    expected: Callable[[Sequence[object]], contextlib.AbstractContextManager[None]] | None = None
-    n_mixed = n_begun = 0
-
-    def __init__(self, device: torch.device, engine: StreamEngine) -> None:
-        self.device, self.engine, self.early = device, engine, EarlyStarts(device)
-        self._stream = torch.cuda.Stream(device, priority=_URGENT)
-        self._pool = torch.cuda.graph_pool_handle()
-        self._replays: weakref.WeakSet[Replay] = weakref.WeakSet()
-
-    def add(self, replay: Replay) -> None:
-        """`release` is to know of it."""
-        self._replays.add(replay)
-
-    def record(self, call: Boxed, given: Given, recorded: Recorded) -> tuple[Results, Callable[[], None]]:
-        """The results of a call, whose work is not done, and what does it. Raises RuntimeError where some of it cannot be recorded."""
-        if not any(replay.is_recorded for replay in self._replays):
-            # A pool that no recording uses any more is gone, or going with the last value in it, and cannot be recorded in again.
-            self._pool = torch.cuda.graph_pool_handle()
-        # The pool is apart from the memory that calls have left cached.
-        torch.cuda.synchronize(self.device)
-        clear_workspaces()
-        torch.cuda.empty_cache()
-        current, segments = torch.cuda.current_stream(self.device), Segments(self.device, self._pool)
-        recorded.between = segments.cut
-        self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            with segments.captured():
-                results = call(list(given))
-        # Those of this recording lie in the pool, where the next one can use them: recordings run one after the other.
-        clear_workspaces()
-        current.wait_stream(self._stream)
-        return results, lambda: self._issued(segments)
-
-    def _issued(self, segments: Segments) -> None:
-        """Issues all of a recording on the stream of recordings, between what the current stream was told and what it will be."""
-        current = torch.cuda.current_stream(self.device)
-        self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            segments.replay()
-        current.wait_stream(self._stream)
-
-    def expect(self, results: object) -> None:
-        """A call of the model returns these: if it was replayed, so is its backward, as soon as it is known what it begins with; not where hooks
-        pack what was kept for it, which then is not where it was."""
-        begun, self.expected = self.expected, None
-        if begun is not None and not saved_tensors_are_hooked():
-            for node in {leaf.grad_fn for leaf in pytree.tree_leaves(results) if isinstance(leaf, torch.Tensor)} - {None}:
-                when_backward_begins(node, begun)
-
-    def make_room(self) -> None:
-        """Gives the memory of all recordings back: a step is about to be called."""
-        recorded = [replay for replay in self._replays if replay.is_recorded]
-        if not recorded:
-            return
-        torch.accelerator.synchronize(self.device)
-        self.early.forget()
-        for replay in recorded:
-            replay.forget()
-        torch.accelerator.empty_cache()
-
-    def release(self) -> None:
-        """Forgets every recording."""
-        self.early.forget()
-        for replay in list(self._replays):
-            replay.forget()
-
-    def give_up(self) -> None:
-        """From here on every step is called."""
-        torch.accelerator.synchronize(self.device)
-        self.given_up = True
-        self.release()
-        torch.accelerator.empty_cache()
-
-
-class Segments:
-    """What a call issues, in order: CUDA graphs, and between them copies and waits. In one graph with kernels, copies ran at 48 GB/s on an
-    H200 where they run at 55 beside the same kernels on a stream of their own."""
-
-    def __init__(self, device: torch.device, pool: Any) -> None:
-        self.acts: list[Callable[[], None]] = []
-        self._device, self._pool = device, pool
-        self._open: torch.cuda.CUDAGraph | None = None
-        self._empty: list[torch.cuda.CUDAGraph] = []
-
-    @contextlib.contextmanager
-    def captured(self) -> Iterator[None]:
-        """Inside, what goes to the current stream becomes a segment."""
-        with contextlib.ExitStack() as undo:
-            undo.callback(self._abandon)
-            self._begin()
-            yield
-            undo.pop_all()
-        self._end()
-
-    def cut(self, act: Callable[[], None]) -> None:
-        """`act` comes between what was issued so far and what will be."""
-        self._end()
-        self.acts.append(act)
-        self._begin()
-
-    def replay(self) -> None:
-        """Issues all of it again, on the current stream."""
-        for act in self.acts:
-            act()
-
-    def _begin(self) -> None:
-        self._open = torch.cuda.CUDAGraph()  # also what fails to begin is to be ended
-        self._open.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-
-    def _end(self) -> None:
-        graph, self._open = self._open, None
-        if graph is None:  # its end has failed
-            return
-        try:
-            if ends_empty(graph):
-                # The pool must be in use when the next capture begins.
-                self._empty.append(graph)
-                return
-        except RuntimeError:
-            end_failed_capture(self._device, self._pool)
-            raise
-        self.acts.append(graph.replay)
-
-    def _abandon(self) -> None:
-        with contextlib.suppress(RuntimeError):  # what went wrong first is what is told
-            self._end()
-
-
-def recordings_for(device: torch.device, engine: SynchronousEngine | StreamEngine, arena: DeviceArena | None) -> Recordings | None:
-    """Recordings where a device can be told a step once: CUDA, with memory planned by offsets."""
-    if device.type != "cuda" or arena is None or not isinstance(engine, StreamEngine):
-        return None
-    return Recordings(device, engine)
 
 
 @dataclass(slots=True)
@@ -266,19 +112,22 @@ class Replay:
     """A boxed function that calls `call` until it was called with the like of its arguments twice in a row, and then replays a recording.
 
     `call`: the function of `graph`, which waits for none of its copies; `end`: called when it returns, to wait for those that it must;
-    `begins`: it is a step's first graph, and may be issued before its call is checked; `pair`: what it shares with the step's other graph.
+    `begins`: it is a step's first graph, and may be issued before its call is checked; `room`: what the step needs; `pair`: what it shares
+    with the step's other graph; `grown_bytes`: by how much the recordings' memory grew for its own.
     """
 
     def __init__(
-        self, graph: fx.Graph, call: Boxed, arena: DeviceArena, recordings: Recordings, end: End | None, begins: bool, pair: Pair | None = None,
+        self, graph: fx.Graph, call: Boxed, arena: DeviceArena, room: Room, recordings: Recordings, end: End | None, begins: bool,
+        pair: Pair | None = None,
     ) -> None:
-        self._call, self._arena, self._recordings, self._engine = call, arena, recordings, recordings.engine
+        self._call, self._arena, self._room, self._recordings, self._engine = call, arena, room, recordings, recordings.engine
         self._end = end if end is not None else _nothing
         roles = [info(node).role for node in graph.find_nodes(op="placeholder")]
         self._anew, self._is_tangent = list(map(comes_anew, roles)), [role is Role.TANGENT for role in roles]
-        self._pair = pair if pair is not None else Pair()
+        self.pair = pair if pair is not None else Pair()
+        self.grown_bytes = 0
         if not begins:
-            self._pair.backward = weakref.ref(self)
+            self.pair.backward = weakref.ref(self)
         self._stay: list[tuple[int, torch.Tensor]] = []
         self._begun: Hashable = None
         self._alike: tuple[object, ...] | None = None
@@ -307,14 +156,17 @@ class Replay:
     def _forget_recording(self) -> None:
         if self._recording is not None:
             self._recording.outputs.clear()  # they know of it: its memory would be the collector's to free
-        self._recording, self._last, self._stay = None, None, []
+            self._recordings.changed()
+        self._recording, self._last, self._stay, self.grown_bytes = None, None, [], 0
         if self._begins:
-            self._pair.fixed.clear()
+            self.pair.fixed.clear()
 
     def start(self, batch: Batch) -> Hashable:
         """See `early.Starting`. The arguments are those of the last replay, and tensors of the batch where those were."""
         recording, last = self._recording, self._last
-        if recording is None or last is None or last.names != set(batch) or not self._arena.take() or not recording.is_free():
+        if recording is None or last is None or last.names != set(batch) or not recording.is_free():
+            return None
+        if not self._arena.suits(self._room) or not self._recordings.has_room(self._room, self.pair) or not self._arena.take(self._room):
             return None
         arguments = list(last.arguments)
         for i, name in last.of_batch:
@@ -330,7 +182,7 @@ class Replay:
         if self._is_called or self._recordings.given_up:
             self._recordings.early.drop()
             if self._begins:
-                self._recordings.make_room()
+                self._recordings.make_room(self._room)
             return self._called(arguments)
         anew, place = self._come_anew(arguments)
         alike = self._look(arguments, anew, place)
@@ -348,12 +200,12 @@ class Replay:
         if self._recording is None:
             self._n_alike += 1
             if self._n_alike > WARM_CALLS and (self._begins or self._recordings.is_replayed) and not self._recordings.given_up:
+                self._recordings.make_room(self._room, self.pair)
                 self._recording = self._recorded(arguments, anew, place, alike)
         is_called = self._recording is None or not self._is_free(self._recording)
         if self._begins:
             self._recordings.is_replayed = not is_called
-            if self._recording is None:
-                self._recordings.make_room()
+            self._recordings.make_room(self._room, None if self._recording is None else self.pair)
         if is_called:
             self._note_mixed()
             return self._called(arguments)
@@ -438,7 +290,7 @@ class Replay:
 
     def _come_anew(self, arguments: Given) -> tuple[list[int], tuple[int, int]]:
         """Positions of arguments that lie elsewhere in every step, and where the arena is."""
-        place, fixed = self._arena.extent(), self._pair.fixed if not self._begins else ()
+        place, fixed = self._arena.extent(), self.pair.fixed if not self._begins else ()
         return [
             i for i, (may, value) in enumerate(zip(self._anew, arguments, strict=True))
             if may and _is_elsewhere(value, place) and value.data_ptr() not in fixed], place  # type: ignore[attr-defined]
@@ -472,6 +324,7 @@ class Replay:
         for i in anew:
             given[i] = _copy_of(given[i])
         known = {id(value): i for i, value in enumerate(given) if isinstance(value, torch.Tensor)}
+        held_bytes = self._recordings.held_bytes()
         try:
             with self._engine.recorded() as recorded:
                 results, replay = self._recordings.record(self._call, given, recorded)
@@ -483,11 +336,13 @@ class Replay:
         if failed:  # what the error kept of the recording has ended with it
             self._recordings.give_up()
             return None
+        self._recordings.changed()
+        self.grown_bytes = max(self._recordings.held_bytes() - held_bytes, 0)
         recording = _Recording(look, replay, recorded, [(i, _flat(given[i])) for i in anew])
         has_arena = any(self._is_in_arena(result, place) for result in results)
         for i, result in enumerate(results):
-            recording.outputs.append(self._output(recording, result, known, place, has_arena and i >= self._pair.n_returned))
-        recording.passed = [i for i, one in enumerate(results) if i >= self._pair.n_returned and known.get(id(one)) in anew]
+            recording.outputs.append(self._output(recording, result, known, place, has_arena and i >= self.pair.n_returned))
+        recording.passed = [i for i, one in enumerate(results) if i >= self.pair.n_returned and known.get(id(one)) in anew]
         results, result = (), None
         self._stay = [(i, value) for i, (may, value) in enumerate(zip(self._anew, arguments)) if not may and isinstance(value, torch.Tensor)]
         for lent in recording.lent:
@@ -524,7 +379,7 @@ class Replay:
             return lambda _: arena.lasting(offset, shape, stride, dtype)
         if is_kept:
             there = _over(_flat(result), shape, stride)
-            self._pair.fixed.add(there.data_ptr())
+            self.pair.fixed.add(there.data_ptr())
             return lambda _: there
         position = len(recording.copied)
         if torch.ops.aten.is_non_overlapping_and_dense(result):
@@ -550,7 +405,7 @@ class Replay:
         recording.fresh = []
         if self._begins:
             passed: list[Any] = [results[i] for i in recording.passed]
-            self._recordings.expected = partial(self._pair.begun, passed)
+            self._recordings.expected = partial(self.pair.begun, passed)
         self._engine.replayed(recording.recorded)
         self._end()
         return results
