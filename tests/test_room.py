@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 import gc
+import random
 from typing import Any
 
 import pytest
 import torch
 import zoo
-from zoo import tokens
+from zoo import FAMILIES, tokens
 
 import fxoffload
 from fxoffload.footprint import Footprint
@@ -91,4 +92,57 @@ def test_what_an_evaluation_returns_has_room_beside_the_memory_of_training(
     # Without a smaller arena the evaluation would have had to have all of it at once.
     assert arena.n_bytes + 3 * n_logits * 4 > budget
     assert simulated_device.max_memory_allocated() - base <= budget
+    model.fxoffload.close()
+
+
+def in_turn(model: Any, acts: list[str]) -> list[torch.Tensor]:
+    """What these acts give, on the CPU: steps on long and short batches, accumulation, evaluations whose logits are read, with labels too."""
+    torch.manual_seed(7)
+    optimizer, found = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05), []
+    for i, act in enumerate(acts):
+        batch = {name: value[:, : 16 if act == "short" else None].to("fxsim") for name, value in tokens(seed=i % 3).items()}
+        if act in ("train", "short", "accumulate"):
+            loss = model(**batch).loss
+            loss.backward()
+            found.append(loss.detach().cpu())
+            del loss
+            if act != "accumulate":
+                optimizer.step()
+                optimizer.zero_grad()
+            continue
+        model.train(act == "labels")
+        with torch.no_grad():
+            out = model(**batch) if act == "labels" else model(input_ids=batch["input_ids"])
+            found.append((out.logits.argmax(-1) if act == "labels" else read(out.logits)).cpu())
+        del out
+        model.train()
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(12))
+def test_training_and_evaluations_in_any_order_keep_to_a_device_of_the_budget(
+        seed: int, simulated_device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    draw = random.Random(seed)
+    page_bytes, numerics = draw.choice([0, PAGE_BYTES]), draw.choice(["bitwise", "reordered"])
+    monkeypatch.setattr(Footprint, "planned", staticmethod(lambda machine: Footprint(by_offsets=True, page_bytes=page_bytes)))
+    case = draw.choice([lambda: zoo.llama(vocab_size=2048), FAMILIES["lora"], FAMILIES["gpt2"]])()
+    acts = [draw.choice(["train", "train", "short", "accumulate", "logits", "labels"]) for _ in range(12)]
+    plain = copy.deepcopy(case.model).to("fxsim")
+    plain.tie_weights()
+    plain.config.use_cache = False
+    expected = in_turn(plain, acts)
+    logits_bytes = tokens()["input_ids"].numel() * plain.config.vocab_size * 4
+    budget = int(draw.uniform(0.3, 1.2) * sum(p.nbytes for p in plain.parameters()) + draw.uniform(4, 6) * logits_bytes)
+    del plain
+    gc.collect()
+    base = simulated_device.memory_allocated()
+    simulated_device.set_capacity(base + budget)
+    try:
+        model = fxoffload.compile(case.model, tokens(), device="fxsim", device_budget=budget, numerics=numerics, machine="h200")
+    except fxoffload.PlanError as error:
+        assert error.shortfall_bytes, "a true refusal"
+        return
+    for ours, theirs in zip(in_turn(model, acts), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, **(dict(rtol=0, atol=0) if numerics == "bitwise" else dict(rtol=1e-5, atol=1e-5)))
     model.fxoffload.close()
