@@ -6,7 +6,7 @@
 
 A round is some training steps, then two batches of an evaluation without labels (`model.eval()`, no gradient), which read the likeliest
 token, its probability and every token's log-probability. The same two batches are first evaluated by the plain model, uncapped, before
-training: the first evaluation of ours comes before training too and is held to it. `numerics="reordered"`, so the logits are chunked
+training: the first evaluation of ours, which captures and plans, comes before training too and is held to it. `numerics="reordered"`, so the logits are chunked
 where the plan says so. Seconds are by the clock between synchronizations; each step's, so that those after an evaluation can be told from
 the others. Weights are random in real shapes, LoRA r=16 on all linears.
 """
@@ -115,12 +115,12 @@ def main() -> None:
             torch.cuda.set_per_process_memory_fraction(budget / torch.cuda.get_device_properties(0).total_memory)
         fxoffload.compile(model, {"input_ids": batches[0], "labels": batches[0]}, device=chosen.device, device_budget=budget,
                           numerics="reordered", executor=chosen.executor)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4)
-    with alone(chosen.lock):
         if card:
             torch.cuda.reset_peak_memory_stats()
-        first, seconds = evaluated(model, there[1:])
-        evaluations, steps, losses = [seconds], [], []
+        first, compiling_s = evaluated(model, there[1:])  # which captures and plans what it calls, beside other processes
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4)
+    with alone(chosen.lock):
+        evaluations, steps, losses = [], [], []
         for _ in range(chosen.rounds):
             took, said = trained(model, optimizer, there[0], chosen.steps)
             steps.append(took)
@@ -135,7 +135,7 @@ def main() -> None:
             "allocator_retries": torch.cuda.memory_stats()["num_alloc_retries"] if card else None,
             "predicted_bytes": session.plan.predicted.device_peak_bytes, "predicted_s": session.plan.predicted.step_s,
             "against_plain": differences(first, plain), "step_s": statistics.median(steps[-1][3:]), "steps_s": steps,
-            "evaluations_s": evaluations, "losses": losses + said, "captures": session.router.captures,
+            "first_evaluation_s": compiling_s, "evaluations_s": evaluations, "losses": losses + said, "captures": session.router.captures,
             "decisions": {label: graph for label, graph in session.plan.count().items() if graph}}
         model.fxoffload.close()
     print(json.dumps(row), flush=True)
