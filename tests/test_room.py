@@ -138,11 +138,7 @@ def test_training_and_evaluations_in_any_order_keep_to_a_device_of_the_budget(
     gc.collect()
     base = simulated_device.memory_allocated()
     simulated_device.set_capacity(base + budget)
-    try:
-        model = fxoffload.compile(case.model, tokens(), device="fxsim", device_budget=budget, numerics=numerics, machine="h200")
-    except fxoffload.PlanError as error:
-        assert error.shortfall_bytes, "a true refusal"
-        return
+    model = fxoffload.compile(case.model, tokens(), device="fxsim", device_budget=budget, numerics=numerics, machine="h200")
     for ours, theirs in zip(in_turn(model, acts), expected, strict=True):
         torch.testing.assert_close(ours, theirs, **(dict(rtol=0, atol=0) if numerics == "bitwise" else dict(rtol=1e-5, atol=1e-5)))
     model.fxoffload.close()
