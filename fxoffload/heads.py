@@ -47,10 +47,6 @@ class Head:
         """Bytes of the output at the bounds."""
         return bounds.bytes_of(self.output.meta["val"])
 
-    def fp32_bytes(self, bounds: Bounds) -> int:
-        """Bytes of the output in fp32."""
-        return self.n_bytes(bounds) * 4 // self.output.meta["val"].element_size()
-
     def program(self) -> fx.Graph:
         """A graph of rows [n, length] and the parameters, in order, that returns what the output has of these rows, [n, classes]."""
         graph = fx.Graph()

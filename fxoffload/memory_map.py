@@ -17,7 +17,7 @@ from . import ops
 from .effects import Tier
 from .footprint import Footprint
 from .fusion import fused
-from .graph import Bounds, info
+from .graph import Bounds, border_of, info, operands, output_of, tensors_in
 from .liveness import Liveness, Storage, base_nodes, liveness, no_workspace, owner_of
 from .offsets import ALIGNMENT, Lifetime, aligned
 from .out_variants import out_variant
@@ -28,6 +28,7 @@ from .replays import anew_bytes
 SOON_NODES = 64
 # Ops that copy their first argument: the copy goes where it is to lie.
 COPIES = frozenset({torch.ops.aten.clone.default, torch.ops.aten._to_copy.default})
+_FP32_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,15 @@ class MemoryMap:
         if footprint.recording_bytes is not None:
             beside += footprint.overhead_bytes + self.anew_bytes + max(self.returned_bytes - footprint.handed_out_bytes, 0)
         return outside_bytes + self.inputs_bytes + self.returned_bytes + self.arena_bytes + beside
+
+
+def reading_bytes(graph: fx.Graph, bounds: Bounds) -> int:
+    """What metrics make of what a graph returns, before another step: it in fp32, and its log-probabilities. Of a graph with a backward, whose
+    outputs are detached, nothing."""
+    if border_of(graph) is not None:
+        return 0
+    values = [v for node in operands(output_of(graph)) if node.op != "placeholder" for v in tensors_in(node.meta.get("val"))]
+    return sum(2 * _FP32_BYTES * (bounds.bytes_of(v) // v.element_size()) for v in values if v.dtype.is_floating_point)
 
 
 def place_of(node: fx.Node, storage: Storage) -> Place:

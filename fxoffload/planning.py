@@ -43,7 +43,7 @@ from .pipeline import Context
 from .planner import TRAINED_SHARE, USER_SCALAR_BYTES, Parameter, Problem, Searches, Solution, outside_bytes, place_parameters, solve
 from .places import named_constants, named_weights
 from .plans import GraphPlan, Plan, Prediction, Reside, SwapOut, neighbours, plan_from, versions_here
-from .reorder import solve_reordered, whole_losses
+from .reorder import is_readable, solve_reordered, whole_losses
 from .replays import obstacle, recorded, replaying
 from .runtime.slabs import whole_pages
 from .simulate import simulate
@@ -428,7 +428,8 @@ class Planning:
     def _solve(self, graph: fx.Graph, context: Context) -> Solution:
         """The Solution to be replayed from a recording, where the step can be recorded and that has room; else to be called.
 
-        Where a recording takes a noticeable share of the budget, it must not be the slower one.
+        Where a recording takes a noticeable share of the budget, it must not be the slower one, and where what it copies for the caller leaves
+        no room to read that, it is called.
         """
         called = self._problem(graph, context)
         if not (called.footprint.by_offsets and self.budgets.pinned) or obstacle(graph) is not None:
@@ -441,9 +442,9 @@ class Planning:
         more = replayed.footprint.needed_bytes(0) - called.footprint.needed_bytes(0)
         if obstacle(solution.lowered) is not None:
             return self._solution(called)
-        if more * _NOTICEABLE < self.budgets.device_bytes:
+        if more * _NOTICEABLE < self.budgets.device_bytes and is_readable(replayed, solution):
             return solution
-        return min([solution, self._solution(called)], key=lambda one: one.simulation.step_s)
+        return min([solution, self._solution(called)], key=lambda one: (not is_readable(called, one), one.simulation.step_s))
 
     def _solution(self, problem: Problem) -> Solution:
         if self.numerics == "reordered":

@@ -17,7 +17,7 @@ from .errors import PlanError
 from .graph import copy_graph, name_of
 from .heads import Head, find_heads
 from .losses import Whole, find_losses
-from .memory_map import MemoryMap
+from .memory_map import MemoryMap, reading_bytes
 from .planner import Problem, Solution, solve
 from .problem import apply, decide
 from .plans import Chunk, Decision, Defer, GraphPlan, Prediction
@@ -46,9 +46,22 @@ def solve_reordered(problem: Problem) -> Solution:
         refused += refused_too
     if not found:
         raise min(refused, key=lambda error: error.shortfall_bytes or 0)
-    readable = [one for one in found if one.is_readable] or found
+    readable = [one for one in found if is_readable(one.variant.problem, one.solution)] or found
     best = min(readable, key=lambda one: one.seconds).solution
     return replace(best, tried=tuple(tried for one in found for tried in one.solution.tried))
+
+
+def is_readable(problem: Problem, solution: Solution) -> bool:
+    """Whether the budget has room for what metrics make of the outputs, beside them and what resides."""
+    bounds, budget = problem.context.bounds, problem.context.device_budget_bytes
+    read = reading_bytes(solution.lowered, bounds)
+    if budget is None or not read:
+        return True
+    if problem.footprint.by_offsets:  # the arena of the graph is still there, and so is a recording
+        return solution.simulation.device_peak_bytes + read <= budget
+    reside = [problem.parameters[name] for name in sorted(solution.resident)]
+    kept = sum(p.n_bytes + p.gradient_bytes + p.state_bytes for p in reside) + MemoryMap.of(solution.lowered, bounds).returned_bytes
+    return problem.footprint.needed_bytes(problem.fixed_bytes + kept + read) <= budget
 
 
 def whole_losses(graph: fx.Graph) -> list[str]:
@@ -90,11 +103,6 @@ class _Variant:
         copies_s = sum(machine.transfer_s(p.n_bytes, Channel.H2D, p.home) for p in copied)
         return copies_s + sum(node_s(head.product, bounds, machine)[1] for head in heads)
 
-    def reading_bytes(self) -> int:
-        """What is there when an output is read whole, as metrics do: it, the same in fp32, and its log-probabilities."""
-        bounds = self.problem.context.bounds
-        return 0 if self.defers else sum(h.n_bytes(bounds) + 2 * h.fp32_bytes(bounds) for h in self.heads)
-
 
 @dataclass(frozen=True, slots=True)
 class _Found:
@@ -107,19 +115,6 @@ class _Found:
     def seconds(self) -> float:
         """Of the graph, and of reading once what it leaves out."""
         return self.solution.estimated_s + self.variant.reading_s(self.solution.resident)
-
-    @property
-    def is_readable(self) -> bool:
-        """Whether the budget has room to read the outputs beside what resides and the graph's own arena."""
-        problem, reading_bytes = self.variant.problem, self.variant.reading_bytes()
-        budget = problem.context.device_budget_bytes
-        if budget is None or not reading_bytes:
-            return True
-        reside = [problem.parameters[name] for name in sorted(self.solution.resident)]
-        fixed = problem.fixed_bytes + sum(p.n_bytes + p.gradient_bytes + p.state_bytes for p in reside)
-        # The arena of the graph is still there.
-        fixed += MemoryMap.of(self.solution.lowered, problem.context.bounds).arena_bytes if problem.footprint.by_offsets else 0
-        return problem.footprint.needed_bytes(fixed + reading_bytes) <= budget
 
 
 def _limit_bytes(problem: Problem) -> int:

@@ -14,6 +14,7 @@ from zoo import FAMILIES, tokens
 
 import fxoffload
 from fxoffload.footprint import Footprint
+from fxoffload.plans import Defer
 from fxoffload.runtime.device_arena import DeviceArena, _inside
 from fxoffload.runtime.room import Room
 from fxoffload.testing.simulated_device import SimulatedDevice
@@ -93,6 +94,21 @@ def test_what_an_evaluation_returns_has_room_beside_the_memory_of_training(
     assert arena.n_bytes + 3 * n_logits * 4 > budget
     assert simulated_device.max_memory_allocated() - base <= budget
     model.fxoffload.close()
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("numerics, budget_mib, replays, is_whole", [
+    ("reordered", 1700, True, False), ("reordered", 1800, True, True), ("bitwise", 1500, False, True), ("bitwise", 1800, True, True)])
+def test_logits_are_whole_and_a_recording_copies_them_where_they_can_be_read_beside_both(
+        numerics: str, budget_mib: int, replays: bool, is_whole: bool) -> None:
+    """A recording keeps the logits and gives the caller a copy, and metrics make twice their fp32 bytes of that."""
+    model = zoo.llama(vocab_size=65536, num_hidden_layers=2, hidden_size=256, intermediate_size=512, tie_word_embeddings=True).model
+    ids = torch.randint(0, 65536, (4, 512))
+    with torch.no_grad():
+        plan = fxoffload.plan(
+            model.bfloat16().eval(), {"input_ids": ids}, machine="h200", device_budget=f"{budget_mib}MiB", numerics=numerics).longest
+    assert (plan.replays, not any(isinstance(decision, Defer) for decision in plan.decisions)) == (replays, is_whole)
+    assert not is_whole or plan.predicted.device_peak_bytes + 8 * ids.numel() * 65536 <= budget_mib << 20
 
 
 def in_turn(model: Any, acts: list[str]) -> list[torch.Tensor]:

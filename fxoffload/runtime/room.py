@@ -6,10 +6,8 @@ from dataclasses import dataclass
 
 import torch.fx as fx
 
-from ..graph import Bounds, border_of, operands, output_of, tensors_in
-from ..memory_map import MemoryMap
-
-_FP32_BYTES = 4
+from ..graph import Bounds
+from ..memory_map import MemoryMap, reading_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +23,7 @@ class Room:
     def of(lowered: fx.Graph, bounds: Bounds, peak_bytes: int, budget_bytes: int) -> Room:
         """The room of a lowered graph. `peak_bytes`: what is predicted for it, the arena included."""
         arena_bytes = MemoryMap.of(lowered, bounds).arena_bytes
-        reading_bytes = _reading_bytes(lowered, bounds) if border_of(lowered) is None else 0
-        return Room(arena_bytes, peak_bytes - arena_bytes + reading_bytes, budget_bytes)
+        return Room(arena_bytes, peak_bytes - arena_bytes + reading_bytes(lowered, bounds), budget_bytes)
 
     @property
     def most_arena_bytes(self) -> int:
@@ -36,11 +33,3 @@ class Room:
     def has(self, held_bytes: int) -> bool:
         """Whether the step may run while an arena and recordings of so many bytes are there."""
         return self.beside_bytes + held_bytes <= self.budget_bytes
-
-
-def _reading_bytes(lowered: fx.Graph, bounds: Bounds) -> int:
-    """What metrics make of what a forward returns, before another step: it in fp32, and its log-probabilities (as
-    `reorder` counts them for logits)."""
-    values = [v for node in operands(output_of(lowered)) if node.op != "placeholder" for v in tensors_in(node.meta.get("val"))]
-    read = [v for v in values if v.dtype.is_floating_point and v.device.type != "cpu"]
-    return sum(2 * _FP32_BYTES * (bounds.bytes_of(v) // v.element_size()) for v in read)
