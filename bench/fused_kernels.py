@@ -37,7 +37,7 @@ from torch._subclasses import fake_tensor as fakes
 
 import fxoffload
 from fxoffload.captured_step import CapturedStep
-from fxoffload.fusion import fused, program, sums_rows
+from fxoffload.fusion import fused, program, sums_rows, write
 from fxoffload.graph import name_of
 from fxoffload.pipeline import Context, get_pass
 from fxoffload.runtime.loops import in_finest_sizes
@@ -141,7 +141,7 @@ def compiled(node: fx.Node) -> tuple[int, int]:
 
     def body(*given: torch.Tensor) -> tuple[()]:
         for out, made in zip(given[len(operands) :], program(text)(*given[: len(operands)], *sizes), strict=True):
-            out.copy_(made)
+            write(out, made)
         return ()
 
     traced = traced_program(body, inputs)

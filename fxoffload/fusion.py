@@ -52,3 +52,15 @@ _LIBRARY.define("fused(Tensor[] operands, str program, SymInt[] sizes) -> Tensor
 _LIBRARY.impl("fused", run_program, "CompositeExplicitAutograd")
 torch.library.register_fake("fxo::fused", run_program, lib=_LIBRARY)
 fused: torch._ops.OpOverload = torch.ops.fxo.fused.default
+
+
+def _write(out: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    return out.copy_(value)
+
+
+# What a kernel does with a result: `copy_`, but Inductor computes the value there and in no buffer of its own
+# (`torch_compat.compiled_by_inductor`).
+_LIBRARY.define("write(Tensor(a!) out, Tensor value) -> Tensor(a!)", tags=(torch.Tag.pt2_compliant_tag,))
+_LIBRARY.impl("write", _write, "CompositeExplicitAutograd")
+torch.library.register_fake("fxo::write", lambda out, value: out, lib=_LIBRARY)
+write: torch._ops.OpOverload = torch.ops.fxo.write.default

@@ -586,13 +586,34 @@ def kernel_options(sums_rows: bool) -> dict[str, Any]:
     return {name: value for name, value in wanted.items() if hasattr(config, name) or "." in name}
 
 
+def lower_in_place(write: torch._ops.OpOverload) -> None:
+    """Has Inductor lower `write(out, value)` to a loop that computes the value in `out`.
+
+    Its `copy_` first puts down a value that reads several others, in loops of that value's order, and then copies it. Which of the loops
+    become one kernel, and whether the memory between them is one too many, depends on sizes and on what else reads the value.
+    """
+    from torch._inductor.ir import Pointwise
+    from torch._inductor.lowering import lowerings, mutate_to, register_lowering
+
+    if write in lowerings:
+        return
+
+    def lowered(out: Any, value: Any) -> Any:
+        there = Pointwise.create(device=out.get_device(), dtype=out.get_dtype(), inner_fn=value.make_loader(), ranges=out.get_size())
+        return mutate_to(out, there, unsafe_alias=True)  # nothing else reads what was made just now
+
+    register_lowering(write, type_promotion_kind=None)(lowered)
+
+
 def compiled_by_inductor(
-    traced: fx.GraphModule, inputs: Sequence[Any], sums_rows: bool
+    traced: fx.GraphModule, inputs: Sequence[Any], sums_rows: bool, write: torch._ops.OpOverload
 ) -> tuple[Callable[[list[Any]], object], int, int]:
-    """A traced program of such inputs as a function of a list, the kernels that it calls and the allocations that it makes."""
+    """A traced program of such inputs as a function of a list, the kernels that it calls and the allocations that it makes. `write`: the op
+    that puts a value into an input."""
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
 
+    lower_in_place(write)
     context = torch._guards.TracingContext(fake_mode_of(inputs))
     with torch._guards.tracing(context), torch.no_grad(), config.patch(kernel_options(sums_rows)), _disable_current_modes():
         compiled = cast(Any, compile_fx_inner(traced, list(inputs)))

@@ -52,7 +52,7 @@ def _simplify(graph: fx.Graph, node: fx.Node) -> None:
         _replace(graph, node, source.args[0])  # type: ignore[arg-type]
     elif node.target in _SLICES and _whole_slice(node, source):
         _replace(graph, node, source)
-    elif node.target is _aten.pow.Tensor_Scalar and node.args[1] == 1 and _same_value(node, source) and not _is_returned(node):
+    elif node.target is _aten.pow.Tensor_Scalar and node.args[1] == 1 and _whole_slice(node, source) and not _is_returned(node):
         _replace(graph, node, source)
     elif node.target is _aten._to_copy.default:
         _drop_detour(graph, node, source)
@@ -103,11 +103,10 @@ def _compute_before_expanding(graph: fx.Graph, node: fx.Node, expanded: fx.Node)
 
 
 def _whole_slice(node: fx.Node, source: fx.Node) -> bool:
-    """True when the slice has its source's shape: nothing is cut off, for any size of a symbol."""
+    """True when the slice lies like its source: nothing is cut off, for any size of a symbol, and what was copied has no other strides, in whose
+    order later sums would add."""
     a, b = node.meta.get("val"), source.meta.get("val")
-    if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)) or a.dtype != b.dtype:
-        return False
-    return [expr_of(n) for n in a.shape] == [expr_of(n) for n in b.shape]
+    return isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and a.dtype == b.dtype and _lies_like(a, b)
 
 
 def _same_value(node: fx.Node, source: fx.Node) -> bool:

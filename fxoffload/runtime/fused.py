@@ -18,7 +18,7 @@ import torch
 import torch.fx as fx
 
 from ..errors import PlanError
-from ..fusion import fused, program, run_program, sums_rows
+from ..fusion import fused, program, run_program, sums_rows, write
 from ..graph import name_of
 from ..text_words import expr_of
 from ..torch_compat import compiled_by_inductor, fake_mode_of, fake_tensor, has_inductor, shape_env_of, traced_program
@@ -136,7 +136,7 @@ class _Form:
                 given[i] = number
             outs = inputs[n + len(self.symbolic_sizes) :]
             for out, made in zip(outs, run(*inputs[:n], *given), strict=True):
-                out.copy_(made)
+                write(out, made)
             return ()
 
         inputs = self._inputs_apart()
@@ -144,7 +144,7 @@ class _Form:
         traced.graph = in_finest_sizes(traced.graph)
         stored = [p.meta["val"] for p in traced.graph.nodes if p.op == "placeholder"][-len(self.results) :]
         inputs[-len(self.results) :] = stored
-        kernel, n_kernels, n_allocations = compiled_by_inductor(traced, inputs, sums_rows(self.text))
+        kernel, n_kernels, n_allocations = compiled_by_inductor(traced, inputs, sums_rows(self.text), write)
         if self.results[0].device.type != "cpu" and (n_kernels != 1 or n_allocations):
             raise PlanError(
                 f"{self.name}: Inductor makes {n_kernels} kernels and {n_allocations} allocations of a program that is planned as one kernel "

@@ -15,21 +15,21 @@ import sympy
 import torch
 import torch.fx as fx
 
+from ..fusion import write
 from ..text_words import expr_of
 
 _aten, _prims = torch.ops.aten, torch.ops.prims
 _RESHAPES = frozenset({_aten.view.default, _aten.reshape.default, _aten._unsafe_view.default})
 _ROW_SUMS = frozenset({_aten.sum.dim_IntList, _aten.mean.dim})
-_STORE = _aten.copy_.default
 
 # The sizes that a size is the product of, without ones, the last one stepping through neighbours.
 Parts = tuple[sympy.Expr, ...]
 
 
 def in_finest_sizes(graph: fx.Graph) -> fx.Graph:
-    """The traced program (values in `meta["val"]`; it copies its results to inputs) with its loops alike; itself where they are.
+    """The traced program (values in `meta["val"]`; it writes its results to inputs) with its loops alike; itself where they are.
 
-    An input that a result is copied to has the finer sizes, in its `meta["val"]`: it is to be given memory that lies as before.
+    An input that a result is written to has the finer sizes, in its `meta["val"]`: it is to be given memory that lies as before.
     """
     if any(_expr(n) == 0 for node in graph.nodes if isinstance(v := node.meta.get("val"), torch.Tensor) for n in v.shape):
         return graph  # nothing is stepped through
@@ -134,7 +134,7 @@ def _is_elementwise(node: fx.Node) -> bool:
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
         return False
     target = node.target
-    return target in (_STORE, _prims.convert_element_type.default) or torch.Tag.pointwise in target.tags and not target._schema.is_mutable
+    return target in (write, _prims.convert_element_type.default) or torch.Tag.pointwise in target.tags and not target._schema.is_mutable
 
 
 def _tensors(node: fx.Node) -> list[fx.Node]:
@@ -160,7 +160,7 @@ class _Emission:
         self._fine: dict[fx.Node, fx.Node] = {}
         self._numbers: dict[sympy.Expr, fx.Node] = {}
         self._sizes_there = {_expr(n): n for node in parts for n in node.meta["val"].shape}
-        stored = {node.args[0] for node in graph.nodes if node.target is _STORE}
+        stored = {node.args[0] for node in graph.nodes if node.target is write}
         for node in graph.nodes:
             if node in stored:
                 self._fine[node] = self.result.node_copy(node)
