@@ -52,7 +52,9 @@ MARK = "FXOFFLOAD_PEER"
 LEAST_S = 30
 UNCAPPED = "@none"
 # Characters of a failed peer's output that are printed to standard error.
-TAIL = 1500
+TAIL = 8000
+# A line of a log that says what went wrong.
+TELLING = re.compile(r"\w*(Error|Exception)\b:")
 # Where the packages of a machine lie is not what a message is about.
 FOLDERS = re.compile(r"/(?:[\w.+-]+/)+")
 
@@ -189,10 +191,11 @@ def free_port() -> int:
 
 
 def last_words(status: int | None, limit_s: float, log: str) -> str:
-    """Why there is no row: the time that was up or the signal that ended it, and the last line it said."""
+    """Why there is no row: the time that was up or the signal that ended it, and the last line it said that tells of an error, or else the last."""
     why = f"no row within {limit_s:.0f} s" if status is None else f"exit status {status}"
     lines = log.strip().splitlines()
-    return f"{why}; last: {lines[-1][:300]}" if lines else why
+    telling = [line for line in lines if TELLING.search(line)] or lines
+    return f"{why}; last: {telling[-1][:300]}" if telling else why
 
 
 def write(path: Path, done: list[dict[str, Any]]) -> None:
