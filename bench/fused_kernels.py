@@ -3,9 +3,9 @@
     python bench/fused_kernels.py [--models llama,qwen3,...] [--out FILE]
 
 Needs a torch with Triton (a CUDA build; no driver) and transformers, peft. Every model is a small one of its family, fully trained and with
-LoRA on all linears, in bf16. Its steps are fused as `executor="inductor"` fuses them, and each program goes through Inductor's lowering,
-scheduling and code generation for an H200 that is only described: what a process with a card compiles, up to the compiler of Triton's
-source. Sizes are those of the batch, not symbolic. Rows: `programs`, and of those that are not one kernel without memory of its own the name,
+LoRA on all linears, in bf16: narrow at the sizes of a batch, and as wide as real ones, of one layer, at symbolic sizes, and evaluated too.
+Steps are fused as `executor="inductor"` fuses them, and each program goes through Inductor's lowering, scheduling and code generation for an
+H200 that is only described: what a process with a card compiles, up to the compiler of Triton's source. Rows: `programs`, and of those that are not one kernel without memory of its own the name,
 kernels and allocations. Families that this transformers cannot make, or that cannot be captured, have a row with the message. Exit status 1
 where a program is not one kernel.
 """
@@ -19,7 +19,8 @@ import platform
 import subprocess
 import sys
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -37,11 +38,10 @@ from torch._subclasses import fake_tensor as fakes
 
 import fxoffload
 from fxoffload.captured_step import CapturedStep
-from fxoffload.fusion import fused, program, sums_rows, write
-from fxoffload.graph import name_of
+from fxoffload.fusion import fused, sums_rows, write
 from fxoffload.pipeline import Context, get_pass
-from fxoffload.runtime.loops import in_finest_sizes
-from fxoffload.torch_compat import fake_tensor, kernel_options, traced_program
+from fxoffload.runtime.fused import Form
+from fxoffload.torch_compat import fake_mode_of, kernel_options, lower_in_place
 
 ROOT = Path(__file__).resolve().parent.parent
 _SIZES = {
@@ -60,6 +60,31 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 4},
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256, **_HEADS},
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """`batch`: and length. `trained`: what of a model is, in its rows. `wide`: settings of a wide model, by the name of each."""
+
+    batch: tuple[int, int]
+    is_symbolic: bool
+    trained: tuple[str, ...]
+    wide: Mapping[str, int]
+
+    def of(self, family: str) -> dict[str, int]:
+        """Those of `wide` that the family is told otherwise."""
+        told = {**_SIZES, **FAMILIES[family]}
+        return {name: n for name, n in self.wide.items() if name in told}
+
+
+# Loops over rows of 256 are one, over longer ones several: Inductor decides otherwise what is put down between them.
+SIZES = {
+    "narrow": Size((2, 64), False, ("all", "lora"), {}),
+    "wide": Size((4, 2048), True, ("all", "lora", "none"), {
+        "hidden_size": 3072, "n_embd": 3072, "d_model": 3072, "intermediate_size": 8192, "num_attention_heads": 24, "n_head": 24, "num_heads": 24,
+        "num_key_value_heads": 8, "head_dim": 128, "d_kv": 128, "moe_intermediate_size": 1024, "n_layer": 1, "num_layers": 1, "num_hidden_layers": 1,
+        "n_positions": 8192, "max_position_embeddings": 8192}),
+}
 _CARD = types.SimpleNamespace(
     name="NVIDIA H200", major=9, minor=0, total_memory=141 << 30, multi_processor_count=132, max_threads_per_multi_processor=2048,
     regs_per_multiprocessor=65536, warp_size=32, gcnArchName="", shared_memory_per_block=49152, shared_memory_per_block_optin=232448,
@@ -74,8 +99,8 @@ def main() -> int:
     arguments = parser.parse_args()
     rows = []
     for family in arguments.models.split(","):
-        for trained in ("all", "lora"):
-            rows.append({"model": family, "trained": trained, **row(family, trained)})
+        for name, trained in ((name, trained) for name, size in SIZES.items() for trained in size.trained):
+            rows.append({"model": family, "size": name, "trained": trained, **row(family, trained, SIZES[name])})
             print(json.dumps(rows[-1]), flush=True)
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=ROOT, check=True).stdout.strip()
     report = {"command": " ".join(["python bench/fused_kernels.py", *sys.argv[1:]]), "commit": commit, "python": platform.python_version(),
@@ -84,27 +109,28 @@ def main() -> int:
     return int(any(one.get("apart") for one in rows))
 
 
-def row(family: str, trained: str) -> dict[str, Any]:
-    """The programs of a family's step, and which of them are not one kernel."""
+def row(family: str, trained: str, size: Size) -> dict[str, Any]:
+    """The programs of a family's step, and which of them are not one kernel. `trained`: "all", "lora", or of an evaluation "none"."""
     try:
-        graph = fused_step(small(family, trained))
+        graph = fused_step(small(family, trained, size), size, trained != "none")
     except Exception as refusal:  # a row with its message: families are others' code, of many versions
         return {"refused": f"{type(refusal).__name__}: {str(refusal).splitlines()[0]}"}
-    programs: dict[object, fx.Node] = {}
+    forms: dict[object, Form] = {}
     for node in graph.find_nodes(op="call_function", target=fused):
-        programs.setdefault((node.args[1], str([_layout(v) for v in _operands(node)])), node)
+        form = Form(node)
+        forms.setdefault(form.key(), form)
     apart = []
     with described_card():
-        for node in programs.values():
-            kernels, allocations = compiled(node)
+        for form in forms.values():
+            kernels, allocations = compiled(form)
             if kernels != 1 or allocations:
-                apart.append({"name": name_of(node), "program": node.args[1], "kernels": kernels, "allocations": allocations})
-    return {"programs": len(programs), "apart": apart}
+                apart.append({"name": form.name, "program": form.text, "kernels": kernels, "allocations": allocations})
+    return {"programs": len(forms), "apart": apart}
 
 
-def small(family: str, trained: str) -> torch.nn.Module:
-    """A model of the family with two layers."""
-    configuration = transformers.AutoConfig.for_model(family, **{**_SIZES, **FAMILIES[family]})
+def small(family: str, trained: str, size: Size) -> torch.nn.Module:
+    """A model of the family with two layers, as wide as `size` says; what is evaluated has adapters."""
+    configuration = transformers.AutoConfig.for_model(family, **{**_SIZES, **FAMILIES[family], **size.of(family)})
     kind: Any = transformers.AutoModelForCausalLM
     if family in ("bert", "modernbert"):
         kind = transformers.AutoModelForMaskedLM
@@ -114,60 +140,37 @@ def small(family: str, trained: str) -> torch.nn.Module:
     return model if trained == "all" else peft.get_peft_model(model, peft.LoraConfig(r=16, target_modules="all-linear"))
 
 
-def fused_step(model: torch.nn.Module) -> fx.Graph:
-    """The model's step as its executor runs it."""
-    ids = torch.randint(3, 1000, (2, 64))
-    steps: list[CapturedStep] = []
+def fused_step(model: torch.nn.Module, size: Size, trains: bool) -> fx.Graph:
+    """The model's step, or an evaluation without labels, as its executor runs it."""
+    ids = torch.randint(3, 1000, size.batch)
+    batch, steps = {"input_ids": ids, "labels": ids} if trains else {"input_ids": ids}, list[CapturedStep]()
+    most = {"batch": 2 * size.batch[0], "sequence": 2 * size.batch[1]} if size.is_symbolic else None
     of = CapturedStep.of
 
     def noted(*arguments: Any) -> CapturedStep:
         steps.append(of(*arguments))
         return steps[-1]
 
-    with mock.patch.object(CapturedStep, "of", staticmethod(noted)):
-        fxoffload.plan(model, {"input_ids": ids, "labels": ids}, machine="h200", device_budget="100GiB")
+    with mock.patch.object(CapturedStep, "of", staticmethod(noted)), torch.set_grad_enabled(trains):
+        fxoffload.plan(model.train(trains), batch, machine="h200", device_budget="1000GiB", max_shape=most)
     step = steps[-1]
     graph = get_pass("fuse").run(step.graph, Context(step.bounds))
     assert isinstance(graph, fx.Graph)
     return graph
 
 
-def compiled(node: fx.Node) -> tuple[int, int]:
+def compiled(form: Form) -> tuple[int, int]:
     """The kernels and allocations of the code that Inductor makes of a fused call."""
-    operands, results = _operands(node), list(node.meta["val"])
-    text, sizes = str(node.args[1]), [_number(s.meta["val"] if isinstance(s, fx.Node) else s) for s in node.args[2]]  # type: ignore[union-attr]
-    mode = fakes.FakeTensorMode()
-    inputs = [fake_tensor(mode, *_layout(v), v.dtype, torch.device("cuda", 0)) for v in (*operands, *results)]
-
-    def body(*given: torch.Tensor) -> tuple[()]:
-        for out, made in zip(given[len(operands) :], program(text)(*given[: len(operands)], *sizes), strict=True):
-            write(out, made)
-        return ()
-
-    traced = traced_program(body, inputs)
-    traced.graph = in_finest_sizes(traced.graph)
-    traced.recompile()
-    inputs[len(operands) :] = [p.meta["val"] for p in traced.graph.find_nodes(op="placeholder")][len(operands) :]
-    context = torch._guards.TracingContext(mode)
-    with torch._guards.tracing(context), torch.no_grad(), config.patch(kernel_options(sums_rows(text))):
-        lowering = GraphLowering(traced, example_inputs=inputs, cpp_wrapper=False)
+    traced, inputs = form.traced(torch.device("cuda", 0))
+    mode = fake_mode_of(inputs)
+    lower_in_place(write)
+    with torch._guards.tracing(torch._guards.TracingContext(mode)), torch.no_grad(), config.patch(kernel_options(sums_rows(form.text))):
+        lowering = GraphLowering(traced, example_inputs=inputs, shape_env=mode.shape_env, cpp_wrapper=False)
         with V.set_graph_handler(lowering), V.set_debug_handler(DebugContext()), V.set_fake_mode(mode):
             lowering.run(*inputs)
             source: Any = lowering.codegen()[0]
     source = str(getattr(source, "value", source))
     return source.count(".run("), source.count("= empty_strided_")
-
-
-def _operands(node: fx.Node) -> list[torch.Tensor]:
-    return [operand.meta["val"] for operand in node.args[0]]  # type: ignore[union-attr]
-
-
-def _layout(value: torch.Tensor) -> tuple[list[int], list[int], int]:
-    return [*map(_number, value.shape)], [*map(_number, value.stride())], _number(value.storage_offset())
-
-
-def _number(size: Any) -> int:
-    return size if isinstance(size, int) else int(size.node.hint)
 
 
 @contextlib.contextmanager

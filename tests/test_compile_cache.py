@@ -182,9 +182,9 @@ def test_what_making_kernels_finds_out_about_sizes_is_found_out_again_and_keeps_
     guarded = []
     compile_kernel = fused.compiled_by_inductor
 
-    def of_a_card(traced: Any, inputs: Any, sums_rows: bool) -> Any:
+    def of_a_card(traced: Any, inputs: Any, *how: Any) -> Any:
         guarded.extend(v for v in inputs if isinstance(v, torch.Tensor) and bool(v.numel() < 2**31))
-        return compile_kernel(traced, inputs, sums_rows)
+        return compile_kernel(traced, inputs, *how)
 
     monkeypatch.setattr(fused, "compiled_by_inductor", of_a_card)
     options = {"executor": "inductor", "numerics": "reordered"}

@@ -44,7 +44,7 @@ def fused_call(node: fx.Node, offsets: Mapping[int, int] = {}, arena: DeviceAren
     """
     device = node.meta["val"][0].device
     if has_inductor(device):
-        return FusedCall(_Form(node), offsets, arena)
+        return FusedCall(Form(node), offsets, arena)
     if device.type not in _told:
         _told.add(device.type)
         log.warning("Inductor has no backend for %s: fused programs run op by op", device.type)
@@ -53,7 +53,7 @@ def fused_call(node: fx.Node, offsets: Mapping[int, int] = {}, arena: DeviceAren
 
 def kernel_calls(graphs: Iterable[fx.Graph]) -> Counter[object]:
     """How often each kernel is called in the graphs. Two calls of one program, of operands that lie alike, are of one kernel."""
-    return Counter(_Form(node).key() for graph in graphs for node in graph.find_nodes(op="call_function", target=fused))
+    return Counter(Form(node).key() for graph in graphs for node in graph.find_nodes(op="call_function", target=fused))
 
 
 class _RunThere:
@@ -74,7 +74,7 @@ class _RunThere:
 class FusedCall:
     """A call of a program's kernel."""
 
-    def __init__(self, form: _Form, offsets: Mapping[int, int], arena: DeviceArena | None) -> None:
+    def __init__(self, form: Form, offsets: Mapping[int, int], arena: DeviceArena | None) -> None:
         self.__name__ = self.__qualname__ = "fused"
         self.__module__ = __name__
         self._kernel, self._layouts, self._arena = form.kernel(), form.layouts(), arena
@@ -92,7 +92,7 @@ class FusedCall:
         return outs
 
 
-class _Form:
+class Form:
     """A fused node's program with the fake values of its operands and results."""
 
     def __init__(self, node: fx.Node) -> None:
@@ -117,18 +117,9 @@ class _Form:
         described = [(str(v.dtype), v.device, tuple(_words(v.shape)), tuple(_words(v.stride())), _offset(v)) for v in (*self.operands, *self.results)]
         return self.text, tuple(described), tuple(_words(self.sizes))
 
-    def _inputs(self) -> list[Any]:
-        return [*self.operands, *(self.sizes[i] for i in self.symbolic_sizes), *self.results]
-
-    def _inputs_apart(self) -> list[Any]:
-        """The inputs, each with memory of its own: a graph may have one fake value for several nodes, and a tracer tells inputs by it."""
-        mode = fake_mode_of(self._inputs())
-        return [
-            fake_tensor(mode, v.shape, v.stride(), v.storage_offset(), v.dtype, v.device) if isinstance(v, torch.Tensor) else v
-            for v in self._inputs()]
-
-    def _compiled(self) -> Kernel:
-        n, run, sizes = len(self.operands), program(self.text), list(self.sizes)
+    def traced(self, device: torch.device | None = None) -> tuple[fx.GraphModule, list[Any]]:
+        """The program as Inductor gets it and its inputs: operands, sizes, and what it writes to. `device`: another than the values'."""
+        n, run, sizes, inputs = len(self.operands), program(self.text), list(self.sizes), self._inputs_apart(device)
 
         def body(*inputs: Any) -> tuple[()]:
             given = list(sizes)
@@ -139,11 +130,24 @@ class _Form:
                 write(out, made)
             return ()
 
-        inputs = self._inputs_apart()
         traced = traced_program(body, inputs)
         traced.graph = in_finest_sizes(traced.graph)
         stored = [p.meta["val"] for p in traced.graph.nodes if p.op == "placeholder"][-len(self.results) :]
         inputs[-len(self.results) :] = stored
+        return traced, inputs
+
+    def _inputs(self) -> list[Any]:
+        return [*self.operands, *(self.sizes[i] for i in self.symbolic_sizes), *self.results]
+
+    def _inputs_apart(self, device: torch.device | None) -> list[Any]:
+        """The inputs, each with memory of its own: a graph may have one fake value for several nodes, and a tracer tells inputs by it."""
+        mode = fake_mode_of(self._inputs())
+        return [
+            fake_tensor(mode, v.shape, v.stride(), v.storage_offset(), v.dtype, device or v.device) if isinstance(v, torch.Tensor) else v
+            for v in self._inputs()]
+
+    def _compiled(self) -> Kernel:
+        traced, inputs = self.traced()
         kernel, n_kernels, n_allocations = compiled_by_inductor(traced, inputs, sums_rows(self.text), write)
         if self.results[0].device.type != "cpu" and (n_kernels != 1 or n_allocations):
             raise PlanError(
