@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fxoffload.fusion import program, run_program, write
 from fxoffload.runtime.loops import common_parts, in_finest_sizes
-from fxoffload.torch_compat import traced_program
+from fxoffload.torch_compat import compiled_by_inductor, traced_program
 
 # Backward of a norm of heads, which are moved, with what an adapter's dropout reads of it.
 NORM_OF_HEADS = (
@@ -61,6 +61,23 @@ def test_what_is_written_has_the_finest_sizes_and_the_same_bits(name: str) -> No
     fx.GraphModule(torch.nn.Module(), graph)(*inputs)
     for out, right in zip(given[len(operands) :], expected, strict=True):
         assert torch.equal(out, right)
+
+
+@pytest.mark.integration
+def test_a_kernel_computes_its_result_where_it_lies_and_in_no_memory_of_its_own() -> None:
+    """Of a result that is laid out otherwise than what it is made of: `copy_` would put it down in their order and then copy it."""
+    text = "%a0 = input; %a1 = input; %v0 = aten.mul.Tensor %a0, %a1; %v1 = aten.transpose.int %v0, 1, 2; %v2 = aten.clone %v1, memory_format=contiguous_format; return [%v2]"
+    operands, out = [torch.randn(2, 4, 8, 16), torch.randn(2, 4, 8, 16)], torch.empty(2, 8, 4, 16)
+
+    def body(*inputs: torch.Tensor) -> tuple[()]:
+        write(inputs[-1], program(text)(*inputs[:-1])[0])
+        return ()
+
+    with FakeTensorMode() as mode:
+        inputs = [mode.from_tensor(v) for v in (*operands, out)]
+    kernel, _, n_allocations = compiled_by_inductor(traced_program(body, inputs), inputs, False, write)
+    kernel([*operands, out])
+    assert not n_allocations and torch.equal(out, run_program(operands, text, [])[0])
 
 
 def test_a_program_whose_sizes_are_alike_stays_as_it_is() -> None:
