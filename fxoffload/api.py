@@ -19,7 +19,7 @@ from .errors import PlanError
 from .free import device_bytes, host_bytes
 from .heap import heap_at_rest
 from .integrations.synthetic import with_images
-from .machine import Machine, default_machine, load_machine
+from .machine import Machine, load_machine, machine_for
 from .optimizer_states import optimizer_states
 from .pins import Pin
 from .plans import Plan
@@ -69,7 +69,7 @@ def compile(
     if max_shape and not dynamic:
         raise ValueError("max_shape: with dynamic=False every capture is for one shape; give one of the two")
     _check_model(model)
-    chosen = load_machine(machine) if machine is not None else default_machine(target.type)
+    chosen = load_machine(machine) if machine is not None else machine_for(target)
     options = Options(
         device=target,
         device_budget_bytes=device_bytes(device_budget, target, chosen.overhead_bytes),

@@ -36,7 +36,7 @@ from .heap import Litter
 from .joint import InputRef, step_graph
 from .liveness import Kind, liveness
 from .lowered import rewrites, saved_of
-from .machine import Machine, default_machine, load_machine
+from .machine import Machine, load_machine, machine_for
 from .neutral import neutralize
 from .optimizer_states import States, optimizer_states
 from .pins import PARAMETER_PLACES, Pin
@@ -127,7 +127,7 @@ class _Step:
         self.gm, self.inputs, self.options = gm, inputs, options
         self.refs = [_input_ref(source, i, value) for i, (source, value) in enumerate(zip(source_names(gm), inputs))]
         self.device = _one_device(inputs)
-        self.machine = options.machine or default_machine(self.device.type)
+        self.machine = options.machine or machine_for(self.device)
         self.pinned = options.pin_memory and self.device.type == "cuda"
         self.engine = engine_for(self.device, HostMemory(self.pinned))
         self.id = compile_id()

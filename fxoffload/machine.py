@@ -5,16 +5,23 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import logging
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
 
+import torch
+
 from . import rates_reader
 from .effects import Channel, Tier
 from .rates import AttentionRate, Contention, Curve, Host, MatrixRate, Measured, Transfers
 from .rates_reader import Section
+
+log = logging.getLogger("fxoffload")
 
 SCHEMA = 2
 # No card has less memory than this; a capacity below it is in GiB.
@@ -152,3 +159,27 @@ def _read(section: Section) -> Machine:
 def default_machine(device_type: str) -> Machine:
     """The shipped machine for a device type: the H200 for CUDA, the two-core host for everything that runs on the CPU."""
     return load_machine("h200" if device_type == "cuda" else "cpu")
+
+
+def machine_for(device: torch.device) -> Machine:
+    """The shipped machine of the card that is there, by its name; of a card that none is for, and of other devices, `default_machine`.
+
+    The first is logged: its plans keep to the budget, but are made for another card's rates.
+    """
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return default_machine(device.type)
+    card = torch.cuda.get_device_properties(device)
+    name = shipped_for(card.name, card.total_memory)
+    if name is None:
+        log.warning("no machine file ships for %s: its steps are priced as an H200's. `fxoffload calibrate` measures this one, for machine=", card.name)
+        return default_machine(device.type)
+    return load_machine(name)
+
+
+def shipped_for(card: str, n_bytes: int) -> str | None:
+    """The shipped machine that is called as a card of so many bytes ("NVIDIA A100-SXM4-80GB": "a100-80", "NVIDIA GeForce RTX 4090":
+    "rtx4090"); None when there is none."""
+    words = re.findall(r"[a-z0-9]+", card.lower())
+    called = {*words, *(a + b for a, b in itertools.pairwise(words))}
+    alike = [load_machine(name) for name in shipped_machines() if name.partition("-")[0] in called]
+    return min(alike, key=lambda one: abs((one.device_capacity_bytes or 0) - n_bytes)).name if alike else None

@@ -8,13 +8,15 @@ import json
 import math
 from importlib import resources
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fxoffload.effects import Channel, Tier
-from fxoffload.machine import Machine, load_machine, machine_from, shipped_machines
+from fxoffload.machine import Machine, load_machine, machine_for, machine_from, shipped_for, shipped_machines
 from fxoffload.rates import MEMORY_KINDS, Curve, MatrixRate
 
 pytestmark = pytest.mark.unit
@@ -211,3 +213,21 @@ def test_a_changed_machine_forgets_what_was_computed() -> None:
     machine.known_s["anything"] = 1.0
     changed: Machine = dataclasses.replace(machine, name="other")
     assert changed.known_s == {} and copy.copy(machine) == machine
+
+
+@pytest.mark.parametrize("card, gib, expected", [
+    ("NVIDIA H200", 139.8, "h200"), ("NVIDIA H100 80GB HBM3", 79.2, "h100"), ("NVIDIA A100-SXM4-40GB", 39.4, "a100-40"),
+    ("NVIDIA A100 80GB PCIe", 79.2, "a100-80"), ("NVIDIA GeForce RTX 4090", 23.6, "rtx4090"), ("NVIDIA L40S", 44.4, "l40s"),
+    ("NVIDIA GH200 480GB", 95.0, None), ("NVIDIA GeForce RTX 2080 Ti", 10.8, None)])
+def test_a_card_has_the_shipped_machine_that_is_called_as_it(card: str, gib: float, expected: str | None) -> None:
+    assert shipped_for(card, int(gib * 2**30)) == expected
+
+
+def test_compile_plans_for_the_card_that_is_there(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    card = SimpleNamespace(name="NVIDIA GeForce RTX 3090", total_memory=24 << 30)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    assert machine_for(torch.device("cuda", 0)).name == "rtx3090" and not caplog.records
+    assert machine_for(torch.device("cpu")).name == "cpu"
+    card.name = "NVIDIA T4"
+    assert machine_for(torch.device("cuda", 0)).name == "h200" and "no machine file ships for NVIDIA T4" in caplog.text
