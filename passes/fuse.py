@@ -58,8 +58,19 @@ def run(graph: fx.Graph, ctx: Context) -> fx.Graph:
     kept |= {node for reading in find_readings(graph) for node in reading.nodes} | {node for head in find_heads(graph) for node in head.chain}
     _compute_in_backward(graph, ctx.bounds, kept)
     graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output") or _has_effect(node))
-    groups = _Grouping(graph, ctx.bounds, kept).groups()
-    return _rewritten(graph, groups)
+    return _rewritten(graph, _groups(graph, ctx.bounds, kept))
+
+
+def _groups(graph: fx.Graph, bounds: Bounds, kept: set[fx.Node]) -> list[tuple[int, list[fx.Node]]]:
+    """The calls. Which of a call's values others read is known when all are made: those in two orders are then made anew, apart."""
+    apart: set[tuple[fx.Node, fx.Node]] = set()
+    while True:
+        grouping = _Grouping(graph, bounds, kept, frozenset(apart))
+        groups = grouping.groups()
+        found = grouping.in_two_orders()
+        if not found:
+            return groups
+        apart |= found
 
 
 def _has_effect(node: fx.Node) -> bool:
@@ -219,6 +230,7 @@ class _Grouping:
     graph: fx.Graph
     bounds: Bounds
     kept: set[fx.Node]
+    apart: frozenset[tuple[fx.Node, fx.Node]] = frozenset()
     of: dict[fx.Node, _Group] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -235,6 +247,20 @@ class _Grouping:
                 self._place(node)
         found = dict.fromkeys(g for node in self.graph.nodes if (g := self.of.get(node)) is not None)
         return [(g.slot // _STEP - 1, sorted(g.members, key=self.at.__getitem__)) for g in found if len(g.members) > 1]
+
+    def in_two_orders(self) -> set[tuple[fx.Node, fx.Node]]:
+        """Members and readers of them in another order, of the calls of whose values others read some before and some behind such a turn: loops
+        of two orders are two kernels."""
+        found: set[tuple[fx.Node, fx.Node]] = set()
+        for group in dict.fromkeys(self.of.values()):
+            turned, n_turns = set[tuple[fx.Node, fx.Node]](), dict[fx.Node, int]()
+            for m in sorted(group.members, key=self.at.__getitem__) if group.turns else ():
+                inside = [o for o in m.all_input_nodes if _base(o) in n_turns]
+                turned |= {(_base(o), m) for o in inside if self._turned(o)}
+                n_turns[m] = max((n_turns[_base(o)] + self._turned(o) for o in inside), default=0)
+            if len({n for m, n in n_turns.items() if any(self.of.get(r) is not group for r in _readers(m))}) > 1:
+                found |= turned
+        return found
 
     def _is_large(self, node: fx.Node) -> bool:
         return node.op == "call_function" and bool(tensors_in(node.meta.get("val"))) and not is_view(node) and not _joins(node) and (
@@ -286,7 +312,7 @@ class _Grouping:
         for m in joint.members:
             self.of[m] = joint
         joint.slot = self._slot(joint)
-        if not (self._is_allowed(joint) and all(self._is_near(part, joint) for part in (a, b))):
+        if not (self._keeps_apart(joint) and self._is_allowed(joint) and all(self._is_near(part, joint) for part in (a, b))):
             self.of.update(before)
 
     def _common_size(self, a: _Group, b: _Group) -> sympy.Expr | None:
@@ -332,6 +358,9 @@ class _Grouping:
             if other is not joint and reader.op != "output" and (other.slot if other is not None else self.at[reader]) <= joint.slot:
                 return False
         return True
+
+    def _keeps_apart(self, joint: _Group) -> bool:
+        return not any(self.of.get(a) is joint and self.of.get(b) is joint for a, b in self.apart)
 
     def _is_near(self, part: _Group, joint: _Group) -> bool:
         """Whether values live no longer for it, or only for a few large ops, when a part is computed where all of it is."""
