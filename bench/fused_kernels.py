@@ -38,6 +38,7 @@ from torch._subclasses import fake_tensor as fakes
 
 import fxoffload
 from fxoffload.captured_step import CapturedStep
+from fxoffload.errors import PlanError
 from fxoffload.fusion import fused, sums_rows, write
 from fxoffload.pipeline import Context, get_pass
 from fxoffload.runtime.fused import Form
@@ -122,7 +123,10 @@ def row(family: str, trained: str, size: Size) -> dict[str, Any]:
     apart = []
     with described_card():
         for form in forms.values():
-            kernels, allocations = compiled(form)
+            try:
+                kernels, allocations = compiled(form)
+            except PlanError as refusal:
+                return {"refused": f"PlanError: {refusal}"}
             if kernels != 1 or allocations:
                 apart.append({"name": form.name, "program": form.text, "kernels": kernels, "allocations": allocations})
     return {"programs": len(forms), "apart": apart}

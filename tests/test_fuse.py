@@ -7,14 +7,19 @@ from collections import Counter
 
 import pytest
 import torch
+import torch.fx as fx
 from runs import FRACTIONS, Row, fault, rows
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from zoo import FAMILIES, llama, lora, qwen3
 
 import fxoffload
 from fxoffload.api import captured, planning_options
+from fxoffload.errors import PlanError
 from fxoffload.fusion import fused, run_program
+from fxoffload.graph import INFO, NodeInfo
 from fxoffload.machine import load_machine
-from fxoffload.runtime.fused import kernel_calls
+from fxoffload.runtime.fused import Form, kernel_calls
 from fxoffload.testing.simulated_device import SimulatedDevice
 
 _QUICK = ("lora",)
@@ -92,3 +97,25 @@ def test_a_program_runs_as_it_reads() -> None:
     text = "%a0 = input; %s0 = input; %v0 = aten.mul.Tensor %a0, 2.0; %v1 = aten.reshape %v0, [%s0, 2]; return [%v0, %v1]"
     doubled, turned = run_program([x], text, [6])
     assert torch.equal(doubled, x * 2) and turned.shape == (6, 2)
+
+
+def test_a_call_whose_operands_sizes_say_no_single_symbol_is_refused_by_its_name() -> None:
+    """Rows of a mixture of experts, at symbolic sizes: as many as tokens have experts, and nothing of the batch's own sizes."""
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    ids = mode.from_tensor(torch.empty(3, 5), symbolic_context=StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC] * 2))
+    batch, length = ids.shape
+    with mode:
+        rows, tokens = torch.empty(2 * batch * length, 8), torch.empty(batch, length, 8)
+
+    def form(*operands: torch.Tensor) -> Form:
+        graph = fx.Graph()
+        nodes = [graph.placeholder(f"x{i}") for i in range(len(operands))]
+        for node, value in zip(nodes, operands, strict=True):
+            node.meta["val"] = value
+        call = graph.call_function(fused, (nodes, "%a0 = input; %v0 = aten.mul.Tensor %a0, 2.0; return [%v0]", []))
+        call.meta |= {"val": [operands[0]], INFO: NodeInfo("call")}
+        return Form(call)
+
+    with pytest.raises(PlanError, match=r"call: its operands have sizes of several symbols .* use dynamic=False"):
+        form(rows).traced()
+    form(rows, tokens[:, 0, 0], tokens[0, :, 0])._check_symbols()

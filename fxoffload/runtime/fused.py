@@ -118,7 +118,11 @@ class Form:
         return self.text, tuple(described), tuple(_words(self.sizes))
 
     def traced(self, device: torch.device | None = None) -> tuple[fx.GraphModule, list[Any]]:
-        """The program as Inductor gets it and its inputs: operands, sizes, and what it writes to. `device`: another than the values'."""
+        """The program as Inductor gets it and its inputs: operands, sizes, and what it writes to. `device`: another than the values'.
+
+        Raises PlanError for sizes that no kernel can be made for.
+        """
+        self._check_symbols()
         n, run, sizes, inputs = len(self.operands), program(self.text), list(self.sizes), self._inputs_apart(device)
 
         def body(*inputs: Any) -> tuple[()]:
@@ -135,6 +139,19 @@ class Form:
         stored = [p.meta["val"] for p in traced.graph.nodes if p.op == "placeholder"][-len(self.results) :]
         inputs[-len(self.results) :] = stored
         return traced, inputs
+
+    def _check_symbols(self) -> None:
+        """Raises PlanError where a kernel could not tell the symbols of its sizes from those that it is given: 2*s0*s1 alone says neither."""
+        given = [expr_of(n) for v in self._inputs() for n in (v.shape if isinstance(v, torch.Tensor) else (v,))]
+        known: set[sympy.Symbol] = set()
+        unknown = [n.free_symbols for n in given if isinstance(n, sympy.Expr) and n.free_symbols]
+        while found := {s for symbols in unknown if len(symbols - known) == 1 for s in symbols - known}:
+            known |= found
+        missing = sorted(set().union(*unknown) - known, key=str)
+        if missing:
+            raise PlanError(
+                f"{self.name}: its operands have sizes of several symbols ({', '.join(map(str, missing))}) and none of one, which no kernel can be "
+                'made for; use dynamic=False or executor="eager"')
 
     def _inputs(self) -> list[Any]:
         return [*self.operands, *(self.sizes[i] for i in self.symbolic_sizes), *self.results]
