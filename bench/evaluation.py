@@ -29,7 +29,6 @@ import torch
 import fxoffload
 from fxoffload.sizes import parse_bytes
 
-
 # A step is called twice before it is recorded; an evaluation may have its recording forgotten.
 _RECORDED_AT = 3
 

@@ -5,8 +5,8 @@
 Needs a torch with Triton (a CUDA build; no driver) and transformers, peft. Every model is a small one of its family, fully trained and with
 LoRA on all linears, in bf16: narrow at the sizes of a batch, and as wide as real ones, of one layer, at symbolic sizes, and evaluated too.
 Steps are fused as `executor="inductor"` fuses them, and each program goes through Inductor's lowering, scheduling and code generation for an
-H200 that is only described: what a process with a card compiles, up to the compiler of Triton's source. Rows: `programs`, and of those that are not one kernel without memory of its own the name,
-kernels and allocations. Families that this transformers cannot make, or that cannot be captured, have a row with the message. Exit status 1
+H200 that is only described: what a process with a card compiles, up to the compiler of Triton's source. Rows: `programs`, and of those that are
+not one kernel without memory of its own the name, kernels and allocations. Families that this transformers cannot make, or that cannot be captured, have a row with the message. Exit status 1
 where a program is not one kernel.
 """
 
@@ -133,7 +133,7 @@ def row(family: str, trained: str, size: Size) -> dict[str, Any]:
 
 
 def small(family: str, trained: str, size: Size) -> torch.nn.Module:
-    """A model of the family with two layers, as wide as `size` says; what is evaluated has adapters."""
+    """A model of the family, as deep and wide as `size` says; what is evaluated has adapters."""
     configuration = transformers.AutoConfig.for_model(family, **{**_SIZES, **FAMILIES[family], **size.of(family)})
     kind: Any = transformers.AutoModelForCausalLM
     if family in ("bert", "modernbert"):

@@ -19,7 +19,7 @@ from .errors import PlanError
 from .free import device_bytes, host_bytes
 from .heap import heap_at_rest
 from .integrations.synthetic import with_images
-from .machine import Machine, load_machine, machine_for
+from .machine import Machine, load_machine, machine_for, shipped_machines
 from .optimizer_states import optimizer_states
 from .pins import Pin
 from .plans import Plan
@@ -69,7 +69,8 @@ def compile(
     if max_shape and not dynamic:
         raise ValueError("max_shape: with dynamic=False every capture is for one shape; give one of the two")
     _check_model(model)
-    chosen = load_machine(machine) if machine is not None else machine_for(target)
+    given = _given_plan(plan)
+    chosen = _machine(machine, given, target)
     options = Options(
         device=target,
         device_budget_bytes=device_bytes(device_budget, target, chosen.overhead_bytes),
@@ -82,7 +83,7 @@ def compile(
     )
     samples = _samples(model, batch, replan)
     with ExitStack() as undo:
-        session = Session(model, options, chosen, _given_plan(plan))
+        session = Session(model, options, chosen, given)
         undo.callback(session.close)
         session.places.settle_constants()
         with heap_at_rest():
@@ -252,6 +253,15 @@ def _samples(model: nn.Module, batch: Any, replan: bool) -> list[tuple[tuple[Any
     given = as_call(batch)
     pictured = with_images(model, batch)
     return [as_call(pictured), given] if pictured is not batch and replan else [given]
+
+
+def _machine(machine: Machine | str | Path | None, plan: Plan | None, device: torch.device) -> Machine:
+    """The machine that is asked for, or the one a given plan was made for, where that ships and is such a device, or the card's: a plan counts
+    its machine's bytes."""
+    if machine is not None:
+        return load_machine(machine)
+    planned = load_machine(plan.machine) if plan is not None and plan.machine in shipped_machines() else None
+    return planned if planned is not None and planned.device_type == device.type else machine_for(device)
 
 
 def _given_plan(plan: Plan | str | Path | None) -> Plan | None:

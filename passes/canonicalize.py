@@ -50,9 +50,9 @@ def _simplify(graph: fx.Graph, node: fx.Node) -> None:
         _replace(graph, node, source)
     elif node.target in _TRANSPOSES and source.target is node.target:
         _replace(graph, node, source.args[0])  # type: ignore[arg-type]
-    elif node.target in _SLICES and _whole_slice(node, source):
+    elif node.target in _SLICES and _is_alike(node, source):
         _replace(graph, node, source)
-    elif node.target is _aten.pow.Tensor_Scalar and node.args[1] == 1 and _whole_slice(node, source) and not _is_returned(node):
+    elif node.target is _aten.pow.Tensor_Scalar and node.args[1] == 1 and _is_alike(node, source) and not _is_returned(node):
         _replace(graph, node, source)
     elif node.target is _aten._to_copy.default:
         _drop_detour(graph, node, source)
@@ -102,8 +102,8 @@ def _compute_before_expanding(graph: fx.Graph, node: fx.Node, expanded: fx.Node)
     _replace(graph, node, again)
 
 
-def _whole_slice(node: fx.Node, source: fx.Node) -> bool:
-    """True when the slice lies like its source: nothing is cut off, for any size of a symbol, and what was copied has no other strides, in whose
+def _is_alike(node: fx.Node, source: fx.Node) -> bool:
+    """True when a value lies like its source, for any size of a symbol: nothing is cut off, and what was copied has no other strides, in whose
     order later sums would add."""
     a, b = node.meta.get("val"), source.meta.get("val")
     return isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and a.dtype == b.dtype and _lies_like(a, b)

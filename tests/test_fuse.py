@@ -86,6 +86,32 @@ def test_a_deeper_model_has_more_calls_and_no_more_kernels() -> None:
     assert len(deep) == len(shallow) > 0 and deep.total() > 1.5 * shallow.total()
 
 
+def test_values_read_before_and_behind_a_turn_are_made_by_calls_apart_and_those_read_behind_it_alone_by_one() -> None:
+    class Turned(torch.nn.Module):
+        def __init__(self, reads_before: bool) -> None:
+            super().__init__()
+            self.first, self.second, self.reads_before = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8), reads_before
+
+        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+            doubled = self.first(x).sin() * 2
+            turned = (doubled.transpose(0, 1) * 3).cos()
+            before = self.second(doubled).sum() if self.reads_before else 0
+            return {"loss": self.second(turned).sum() + before}
+
+    found = []
+    for reads_before in (True, False):
+        model = Turned(reads_before).requires_grad_(False)
+        with torch.no_grad():
+            options = planning_options(
+                model, load_machine("h200"), "1GiB", None, 0, "adamw", "auto", None, "reordered", (), None, "inductor")
+            with captured(model, {"x": torch.randn(4, 6, 8)}, options, load_machine("h200")) as session:
+                assert session.captured is not None
+                calls = session.captured.graph.find_nodes(op="call_function", target=fused)
+                found.append([("sin" in node.args[1], "cos" in node.args[1]) for node in calls])
+    apart, together = found
+    assert (True, True) not in apart and (True, True) in together
+
+
 def test_inductor_needs_reordered_numerics() -> None:
     made = lora()
     with pytest.raises(ValueError, match='executor: "inductor".*reordered'):

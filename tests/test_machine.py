@@ -15,8 +15,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fxoffload.api import _machine
 from fxoffload.effects import Channel, Tier
 from fxoffload.machine import Machine, load_machine, machine_for, machine_from, shipped_for, shipped_machines
+from fxoffload.plans import Plan
 from fxoffload.rates import MEMORY_KINDS, Curve, MatrixRate
 
 pytestmark = pytest.mark.unit
@@ -231,3 +233,12 @@ def test_compile_plans_for_the_card_that_is_there(monkeypatch: pytest.MonkeyPatc
     assert machine_for(torch.device("cpu")).name == "cpu"
     card.name = "NVIDIA T4"
     assert machine_for(torch.device("cuda", 0)).name == "h200" and "no machine file ships for NVIDIA T4" in caplog.text
+
+
+def test_a_given_plan_runs_with_the_machine_that_it_was_made_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(name="NVIDIA H100 PCIe", total_memory=80 << 30))
+    plan, card = Plan(1 << 30, None, "h200", "bitwise", (), {}), torch.device("cuda", 0)
+    assert _machine(None, plan, card).name == "h200" and _machine("rtx4090", plan, card).name == "rtx4090"
+    assert _machine(None, None, card).name == _machine(None, dataclasses.replace(plan, machine="my-card"), card).name == "h100"
+    assert _machine(None, plan, torch.device("cpu")).name == "cpu"

@@ -51,3 +51,24 @@ def test_a_size_is_asked_for_as_soon_as_its_value_is_there_and_a_tangents_size_i
     assert names == [
         "placeholder", "placeholder", "sin.default", "sym_size.int", "mul", "cos.default", "backward.default", "sym_size.int", "mul",
         "new_zeros.default", "new_zeros.default", "output"]
+
+
+def test_a_slice_that_cuts_nothing_off_goes_and_its_gradient_stays_where_that_is_laid_out_anew() -> None:
+    turned, plain = torch.empty(2, 4, 3, device="meta").transpose(1, 2), torch.empty(2, 3, 4, device="meta")
+    graph = fx.Graph()
+
+    def put(target: object, args: tuple[object, ...], val: torch.Tensor) -> fx.Node:
+        node = graph.call_function(target, args)  # type: ignore[arg-type]
+        node.meta["val"] = val
+        return node
+
+    inputs = [graph.placeholder("a"), graph.placeholder("b")]
+    for node, val in zip(inputs, (turned, plain), strict=True):
+        node.meta |= {"val": val, INFO: NodeInfo(node.name, Role.BATCH)}
+    whole = put(aten.slice.Tensor, (inputs[0], 2, 0, 9), turned)
+    anew = put(aten.slice_backward.default, (inputs[0], [2, 3, 4], 2, 0, 9, 1), plain)
+    same = put(aten.slice_backward.default, (inputs[1], [2, 3, 4], 2, 0, 9, 1), plain)
+    graph.output((tuple(put(aten.sin.default, (one,), one.meta["val"]) for one in (whole, anew, same)), ()))
+    graph = get_pass("canonicalize").run(graph, Context())
+    read = [node.args[0] for node in graph.find_nodes(op="call_function", target=aten.sin.default)]
+    assert [one.op for one in read] == ["placeholder", "call_function", "placeholder"] and read[1].target is aten.slice_backward.default
