@@ -9,12 +9,14 @@ import torch
 import transformers
 from torch import nn
 
-# Llama 3's shape of 8B, Llama 3.2's of 3B, Qwen3's of 32B; the tiny ones are of the same two families.
+# Llama 3's shape of 8B (and a quarter of its layers), Llama 3.2's of 3B, Qwen3's of 32B; the tiny ones are of the same two families.
 _LLAMA = {"num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 131072, "rope_theta": 500000.0}
 _TINY = {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
          "head_dim": 16, "vocab_size": 512, "max_position_embeddings": 256}
+_8B = {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32, **_LLAMA}
 SHAPES: Mapping[str, Mapping[str, Any]] = {
-    "8B": {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32, **_LLAMA},
+    "8B": _8B,
+    "8B-quarter": _8B | {"num_hidden_layers": 8},
     "3B": {"model_type": "llama", "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 28, "num_attention_heads": 24,
            "tie_word_embeddings": True, **_LLAMA},
     "32B": {"model_type": "qwen3", "hidden_size": 5120, "intermediate_size": 25600, "num_hidden_layers": 64, "num_attention_heads": 64,

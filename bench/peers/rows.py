@@ -50,6 +50,7 @@ _BELOW_WEIGHTS = (*OURS, "liger-checkpoint", "liger-tuned", *STREAMED)
 _LONG = (*OURS, "liger-checkpoint@none", "liger-tuned@none", "liger-checkpoint", "liger-checkpoint-offload", "fsdp2-liger", "zero3-liger")
 ROWS: Mapping[str, Row] = {row.name: row for row in (
     _L1,
+    replace(_L1, name="L1-quarter", shape="8B-quarter", peers=(OURS[-1], "compile", "liger", "zero3-liger", *DEEPCOMPILE)),
     replace(_L1, name="L1b", cap_bytes=12 * GIB, peers=_BELOW_WEIGHTS),
     replace(_L1, name="L2", cap_bytes=8 * GIB, peers=_BELOW_WEIGHTS),
     Row("L3", "32B", "lora", 4, 2048, 24 * GIB, (*OURS, "fsdp2-liger", "fsdp2-liger-tuned", "zero3-liger", "fsdp2", "zero3", "liger-checkpoint"),
