@@ -133,6 +133,15 @@ def in_parts(ordered: Sequence[Recipe]) -> list[Recipe]:
     return [replace(whole, blocks=whole.blocks * quarters // 4) for quarters in (1, 2, 3)] if whole is not None and whole.blocks >= 4 else []
 
 
+def beside(recipe: Recipe, ordered: Sequence[Recipe]) -> list[Recipe]:
+    """The recipe in an eighth of all blocks more and less, where it is one of `in_parts`."""
+    parts = in_parts(ordered)
+    if recipe not in parts:
+        return []
+    eighth = parts[1].blocks // 4
+    return [replace(recipe, blocks=recipe.blocks + more) for more in (eighth, -eighth) if eighth and recipe.blocks > -more]
+
+
 def recipes_of_small(problem: Problem) -> list[Recipe]:
     """Those that small steps are searched with, in the same order: prices below the middle one changed the seconds of 3 of 20 (those of
     bench/plan_quality.py), by 0.4 % at most, and take time."""

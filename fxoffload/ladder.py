@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from .candidates import (
-    MIDDLE, Candidate, Recipe, Recomputation, completed, decided, free_names, in_parts, least_s, recipes, recipes_of_small, recomputed, refined,
-    settled, swept, unlimited_bytes,
+    MIDDLE, Candidate, Recipe, Recomputation, beside, completed, decided, free_names, in_parts, least_s, recipes, recipes_of_small, recomputed,
+    refined, settled, swept, unlimited_bytes,
 )
 from .climb import climbed
 from .liveness import Liveness, liveness
@@ -161,7 +161,8 @@ class Search:
 
     def _ways(self, budget: int) -> Iterator[list[Recipe]]:
         """The recipes in the orders in which they are tried. Where not all are: the one of the middle price; from the one that recomputes
-        most down to it, from it down to none, and it in fewer and fewer blocks, each way as long as that is faster than all before."""
+        most down to it, from it down to none, it in fewer and fewer blocks, each way as long as that is faster than all before; and where
+        the best one is in fewer blocks, it in some more and in some less."""
         if not self._effort.spared:
             ordered = recipes_of_small(self.problem)
             binds = self._least_s(ordered[0], budget) > self._least_s(ordered[-1], budget)
@@ -175,6 +176,8 @@ class Search:
             yield ordered[middle + 1 :][::-1]
             yield ordered[:middle][::-1]
             yield in_parts(ordered)[::-1]
+            if self.best is not None:
+                yield from ([one] for one in beside(self.best.recomputation.recipe, ordered))
 
     def _climb_least(self, rung: int, limit: int) -> None:
         """Where nothing fits a rung, the least budget that works is one."""

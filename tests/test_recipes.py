@@ -1,0 +1,53 @@
+"""Which recipes of recomputation a search tries."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import peft
+import pytest
+import torch
+import transformers
+
+from fxoffload import ladder
+from fxoffload.api import captured, planning_options
+from fxoffload.candidates import MIDDLE, Recipe, beside, in_parts
+from fxoffload.dry import model_without_weights
+from fxoffload.machine import load_machine
+from fxoffload.study import Study
+
+
+def ordered(blocks: int) -> list[Recipe]:
+    return [Recipe("all"), *(Recipe("blocks", blocks, price) for price in (MIDDLE / 2, MIDDLE, 1.0))]
+
+
+def test_beside_a_part_of_the_blocks_are_an_eighth_more_and_less() -> None:
+    every = ordered(32)
+    assert [one.blocks for one in in_parts(every)] == [8, 16, 24]
+    assert [[near.blocks for near in beside(one, every)] for one in in_parts(every)] == [[12, 4], [20, 12], [28, 20]]
+    assert all(near.price == MIDDLE for one in in_parts(every) for near in beside(one, every))
+
+
+def test_nothing_is_beside_what_is_in_all_blocks_or_has_no_eighth() -> None:
+    every = ordered(32)
+    assert [beside(one, every) for one in every] == [[], [], [], []]
+    assert [beside(one, ordered(4)) for one in in_parts(ordered(4))] == [[], [], []]
+    assert beside(Recipe("all"), [Recipe("all"), Recipe("costly")]) == []
+
+
+@pytest.mark.slow
+def test_a_step_of_8b_is_faster_for_recipes_beside() -> None:
+    config = transformers.LlamaConfig(
+        hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8, vocab_size=128256,
+        dtype=torch.bfloat16)
+    machine = load_machine("h200")
+    model = model_without_weights(config, peft.LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM"), None)
+    options = planning_options(model, machine, "12GiB", None, 0, "adamw", "auto", None, "reordered", (), None, "inductor")
+    with captured(model, (4, 2048), options, machine) as session:
+        study = session.study
+        with_them = study.plan().predicted
+        with mock.patch.object(ladder, "beside", return_value=[]):
+            without = Study(study.planning, study.captured).plan().predicted
+    assert with_them.device_peak_bytes <= 12 << 30
+    assert with_them.step_s is not None and without.step_s is not None
+    assert with_them.step_s < without.step_s * 0.99
