@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -162,18 +163,35 @@ def default_machine(device_type: str) -> Machine:
 
 
 def machine_for(device: torch.device) -> Machine:
-    """The shipped machine of the card that is there, by its name; of a card that none is for, and of other devices, `default_machine`.
+    """What `fxoffload calibrate` measured of the device (`calibrated_file`), else the shipped machine of the card that is there, by its name; of a
+    card that none is for, and of other devices, `default_machine`.
 
-    The first is logged: its plans keep to the budget, but are made for another card's rates.
+    A card without one is logged: its plans keep to the budget, but are made for another card's rates. Raises ValueError for a measured file that is none.
     """
-    if device.type != "cuda" or not torch.cuda.is_available():
+    measured = calibrated_file(device)
+    if measured.is_file():
+        return load_machine(measured)
+    if not _is_card(device):
         return default_machine(device.type)
     card = torch.cuda.get_device_properties(device)
     name = shipped_for(card.name, card.total_memory)
     if name is None:
-        log.warning("no machine file ships for %s: its steps are priced as an H200's. `fxoffload calibrate` measures this one, for machine=", card.name)
+        log.warning("no machine file ships for %s: its steps are priced as an H200's. `fxoffload calibrate` measures this one", card.name)
         return default_machine(device.type)
     return load_machine(name)
+
+
+def calibrated_file(device: torch.device) -> Path:
+    """Where `fxoffload calibrate` keeps what it measures of a device: a file called as the card, or as the device's type, in the folder that
+    FXOFFLOAD_MACHINES names, or else in ~/.config/fxoffload/machines."""
+    folder = os.environ.get("FXOFFLOAD_MACHINES")
+    name = torch.cuda.get_device_properties(device).name if _is_card(device) else device.type
+    words = re.findall(r"[a-z0-9]+", name.lower())
+    return (Path(folder) if folder else Path.home() / ".config" / "fxoffload" / "machines") / f"{'-'.join(words)}.json"
+
+
+def _is_card(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_available()
 
 
 def shipped_for(card: str, n_bytes: int) -> str | None:

@@ -7,6 +7,7 @@ import json
 import math
 import time
 from collections.abc import Callable
+from importlib import resources
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from fxoffload.calibration.issuing import _n_timed, issuing
 from fxoffload.calibration.run import Item, calibrate, items
 from fxoffload.calibration.timing import Deadline, DeviceClock, HostClock, SynchronousClock, sweep
 from fxoffload.effects import Channel, Tier
-from fxoffload.machine import load_machine, machine_from
+from fxoffload.machine import load_machine, machine_for, machine_from
 
 CPU = torch.device("cpu")
 
@@ -238,3 +239,14 @@ def test_a_measurement_that_cannot_be_planned_with_is_status_1_and_kept(
     assert cli.main(["calibrate", "--device", "cpu", "--out", str(out)]) == 1
     assert "matrix.fp32" in capsys.readouterr().err
     assert json.loads(out.read_text())["matrix"]["fp32"] is None
+
+
+def test_without_out_the_file_is_the_one_that_compile_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("FXOFFLOAD_MACHINES", str(tmp_path / "machines"))
+    monkeypatch.setattr("fxoffload.calibration.run.items", lambda: [])
+    assert cli.main(["calibrate", "--device", "cpu"]) == 1
+    assert "nothing is written" in capsys.readouterr().err and not list(tmp_path.iterdir())
+    raw = json.loads(resources.files("fxoffload.machines").joinpath("cpu.json").read_text()) | {"name": "mine"}
+    monkeypatch.setattr("fxoffload.calibration.run.calibrate", lambda *arguments: raw)
+    assert cli.main(["calibrate", "--device", "cpu"]) == 0
+    assert machine_for(CPU).name == "mine" and str(tmp_path) in "".join(capsys.readouterr().out.split())

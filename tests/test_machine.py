@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from fxoffload.api import _machine
 from fxoffload.effects import Channel, Tier
-from fxoffload.machine import Machine, load_machine, machine_for, machine_from, shipped_for, shipped_machines
+from fxoffload.machine import Machine, calibrated_file, load_machine, machine_for, machine_from, shipped_for, shipped_machines
 from fxoffload.plans import Plan
 from fxoffload.rates import MEMORY_KINDS, Curve, MatrixRate
 
@@ -233,6 +233,27 @@ def test_compile_plans_for_the_card_that_is_there(monkeypatch: pytest.MonkeyPatc
     assert machine_for(torch.device("cpu")).name == "cpu"
     card.name = "NVIDIA T4"
     assert machine_for(torch.device("cuda", 0)).name == "h200" and "no machine file ships for NVIDIA T4" in caplog.text
+
+
+def test_compile_plans_for_what_was_measured_of_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FXOFFLOAD_MACHINES", str(tmp_path / "machines"))
+    card = SimpleNamespace(name="NVIDIA GeForce RTX 3090", total_memory=24 << 30)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    device = torch.device("cuda", 0)
+    assert machine_for(device).name == "rtx3090"
+    file = calibrated_file(device)
+    assert file == tmp_path / "machines" / "nvidia-geforce-rtx-3090.json"
+    file.parent.mkdir()
+    file.write_text(json.dumps(raw_of("h200") | {"name": "mine"}))
+    assert machine_for(device).name == "mine"
+    assert _machine("rtx4090", None, device).name == "rtx4090"
+    card.name = "NVIDIA GeForce RTX 4090"
+    assert machine_for(device).name == "rtx4090"
+    assert calibrated_file(torch.device("cpu")).name == "cpu.json" and machine_for(torch.device("cpu")).name == "cpu"
+    file.with_name("cpu.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"cpu\.json"):
+        machine_for(torch.device("cpu"))
 
 
 def test_a_given_plan_runs_with_the_machine_that_it_was_made_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,18 +21,18 @@ class Device(str, Enum):
 
 
 def run(
-    out: Annotated[Path, typer.Option(help="The machine file to write.")] = Path("machine.json"),
+    out: Annotated[Optional[Path], typer.Option(help="The machine file to write. Default: the one that compile takes when it is given no machine.")] = None,
     device: Annotated[Optional[Device], typer.Option(help="The compute device. Default: cuda where there is one.")] = None,
     budget_s: Annotated[float, typer.Option(min=0.1, max=3600, help="Seconds to measure for, about.")] = 60.0,
     disk_dir: Annotated[Optional[Path], typer.Option(help="Measure this folder's disk too (256 MiB, removed again).")] = None,
     name: Annotated[Optional[str], typer.Option(help="The machine's name. Default: the device's.")] = None,
     date: Annotated[Optional[str], typer.Option(help="The date to record. Default: today.")] = None,
 ) -> int:
-    """Measure this machine for `plan --machine` and `compile(machine=...)`."""
+    """Measure this machine for `compile` and `plan --machine`."""
     import torch
 
     from fxoffload.calibration.run import calibrate
-    from fxoffload.machine import machine_from
+    from fxoffload.machine import calibrated_file, machine_from
     from fxoffload.training.files import write_json
 
     chosen = device.value if device is not None else ("cuda" if torch.cuda.is_available() else "cpu")
@@ -40,15 +40,22 @@ def run(
         raise ValueError("--device: torch finds no CUDA device on this machine")
     if disk_dir is not None and not disk_dir.is_dir():
         raise ValueError(f"--disk-dir: {disk_dir} is not a folder")
-    if not out.parent.is_dir():
+    if out is not None and not out.parent.is_dir():
         raise ValueError(f"--out: {out.parent} is not a folder")
     where = torch.device("cuda", torch.cuda.current_device()) if chosen == "cuda" else torch.device("cpu")
     measured = calibrate(where, budget_s, disk_dir, name, date or datetime.date.today().isoformat())
-    write_json(out, measured)
+    file = out or calibrated_file(where)
+    if out is not None:
+        write_json(out, measured)
     try:
-        _print(machine_from(measured, str(out)), out)
+        machine = machine_from(measured, str(file))
     except ValueError as error:  # the arguments were right, the measurement was not
-        raise RuntimeError(f"{out} is written but cannot be planned with: {error}") from None
+        told = f"{out} is written but cannot be planned with" if out is not None else "nothing is written, it could not be planned with"
+        raise RuntimeError(f"{told}: {error}") from None
+    if out is None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_json(file, measured)
+    _print(machine, file)
     return 0
 
 
