@@ -30,7 +30,7 @@ from traces import BACKWARD, FORWARD, causes, events_of, host_waits, overlap, wr
 from turns import alone
 
 import fxoffload
-from fxoffload.machine import default_machine
+from fxoffload.machine import machine_for
 from fxoffload.runtime import replay
 from fxoffload.sizes import parse_bytes
 
@@ -129,7 +129,7 @@ def traced(model: Any, data: Any, compact: Path | None) -> dict[str, Any]:
     if compact is not None:
         print(f"{compact}: {write_compact(events, compact)} bytes", file=sys.stderr)
     session = getattr(model, "fxoffload", None)
-    machine = default_machine("cuda") if session is None else session.machine
+    machine = machine_for(torch.device("cuda", 0)) if session is None else session.machine
     n_sunk = 0 if session is None else sum(p.requires_grad and p.device.type == "cpu" for p in model.parameters())
     return {
         "traced_wall_s": wall, **causes(events), "overlap": overlap(events, machine.channel_bytes_per_s),

@@ -91,7 +91,7 @@ def measured(peer: Peer, task: Task, lock: Path | None = None, trace: Path | Non
 
 def traced(step: Callable[[], torch.Tensor], compact: Path) -> dict[str, Any]:
     """Where the seconds of a traced step go, its optimizer's among them, and how much of the copies lies under kernels (`traces.py`)."""
-    from fxoffload.machine import default_machine  # no peer has us in its process while it is measured
+    from fxoffload.machine import machine_for  # no peer has us in its process while it is measured
 
     with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as recorded:
         step()
@@ -101,7 +101,7 @@ def traced(step: Callable[[], torch.Tensor], compact: Path) -> dict[str, Any]:
         recorded.export_chrome_trace(str(path))
         events = events_of(path)
     write_compact(events, compact)
-    return {"traced": causes(events) | {"overlap": overlap(events, default_machine("cuda").channel_bytes_per_s)}}
+    return {"traced": causes(events) | {"overlap": overlap(events, machine_for(torch.device("cuda", 0)).channel_bytes_per_s)}}
 
 
 def taken(step: Callable[[], torch.Tensor], n: int, synchronize: Callable[[], None]) -> tuple[list[float], list[float]]:
