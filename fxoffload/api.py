@@ -256,8 +256,8 @@ def _samples(model: nn.Module, batch: Any, replan: bool) -> list[tuple[tuple[Any
 
 
 def _machine(machine: Machine | str | Path | None, plan: Plan | None, device: torch.device) -> Machine:
-    """The machine that is asked for, or the one a given plan was made for, where that ships and is such a device, or the card's: a plan counts
-    its machine's bytes."""
+    """The machine that is asked for, or the one a given plan was made for, where that ships and is such a device, or the device's
+    (`machine_for`): a plan counts its machine's bytes."""
     if machine is not None:
         return load_machine(machine)
     planned = load_machine(plan.machine) if plan is not None and plan.machine in shipped_machines() else None
