@@ -139,7 +139,7 @@ def beside(recipe: Recipe, ordered: Sequence[Recipe]) -> list[Recipe]:
     if recipe not in parts:
         return []
     eighth = parts[1].blocks // 4
-    return [replace(recipe, blocks=recipe.blocks + more) for more in (eighth, -eighth) if eighth and recipe.blocks > -more]
+    return [replace(recipe, blocks=recipe.blocks + more) for more in (eighth, -eighth) if eighth]
 
 
 def recipes_of_small(problem: Problem) -> list[Recipe]:

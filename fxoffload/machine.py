@@ -169,7 +169,7 @@ def machine_for(device: torch.device) -> Machine:
     A card without one is logged: its plans keep to the budget, but are made for another card's rates. Raises ValueError for a measured file that is none.
     """
     measured = calibrated_file(device)
-    if measured.is_file():
+    if os.path.isfile(measured):  # a user without a home has none, nor has one who may not look into it
         return load_machine(measured)
     if not _is_card(device):
         return default_machine(device.type)
@@ -184,10 +184,10 @@ def machine_for(device: torch.device) -> Machine:
 def calibrated_file(device: torch.device) -> Path:
     """Where `fxoffload calibrate` keeps what it measures of a device: a file called as the card, or as the device's type, in the folder that
     FXOFFLOAD_MACHINES names, or else in ~/.config/fxoffload/machines."""
-    folder = os.environ.get("FXOFFLOAD_MACHINES")
+    folder = os.environ.get("FXOFFLOAD_MACHINES") or os.path.expanduser("~/.config/fxoffload/machines")
     name = torch.cuda.get_device_properties(device).name if _is_card(device) else device.type
     words = re.findall(r"[a-z0-9]+", name.lower())
-    return (Path(folder) if folder else Path.home() / ".config" / "fxoffload" / "machines") / f"{'-'.join(words)}.json"
+    return Path(folder) / f"{'-'.join(words)}.json"
 
 
 def _is_card(device: torch.device) -> bool:

@@ -256,6 +256,14 @@ def test_compile_plans_for_what_was_measured_of_the_device(tmp_path: Path, monke
         machine_for(torch.device("cpu"))
 
 
+def test_without_a_home_nothing_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FXOFFLOAD_MACHINES")
+    monkeypatch.setenv("HOME", "/nowhere")
+    assert calibrated_file(torch.device("cpu")) == Path("/nowhere/.config/fxoffload/machines/cpu.json")
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)
+    assert machine_for(torch.device("cpu")).name == "cpu"
+
+
 def test_a_given_plan_runs_with_the_machine_that_it_was_made_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(name="NVIDIA H100 PCIe", total_memory=80 << 30))
