@@ -196,8 +196,13 @@ def _is_card(device: torch.device) -> bool:
 
 def shipped_for(card: str, n_bytes: int) -> str | None:
     """The shipped machine that is called as a card of so many bytes ("NVIDIA A100-SXM4-80GB": "a100-80", "NVIDIA GeForce RTX 4090":
-    "rtx4090"); None when there is none."""
+    "rtx4090"), rather one all of whose name is in the card's ("NVIDIA H100 80GB HBM3": "h100-80gb-hbm3", "NVIDIA H100 PCIe": "h100");
+    None when there is none."""
     words = re.findall(r"[a-z0-9]+", card.lower())
     called = {*words, *(a + b for a, b in itertools.pairwise(words))}
     alike = [load_machine(name) for name in shipped_machines() if name.partition("-")[0] in called]
-    return min(alike, key=lambda one: abs((one.device_capacity_bytes or 0) - n_bytes)).name if alike else None
+
+    def apart(machine: Machine) -> tuple[bool, int]:
+        return not called.issuperset(machine.name.split("-")), abs((machine.device_capacity_bytes or 0) - n_bytes)
+
+    return min(alike, key=apart).name if alike else None
