@@ -12,10 +12,9 @@ from .buckets import bucketed
 from .effects import Tier
 from .fill import filled
 from .floor import Needs
-from .graph import Role, copy_graph, info, name_of
+from .graph import copy_graph, name_of
 from .gaps import Gap, Gaps
 from .liveness import Liveness
-from .ops import only_looked_up
 from .overlap import Costs, Rates, overlapped, schedule_s, stalls_s, used_bytes
 from .pipeline import Option
 from .plans import Decision, GraphPlan, Prediction, Recompute
@@ -387,13 +386,7 @@ def _filled(problem: Problem, candidate: Candidate, found: Scan, budget_bytes: i
 
 def free_names(problem: Problem) -> frozenset[str]:
     """Frozen parameters that the planner may let reside."""
-    return frozenset(p.fqn for p in _free(problem)) if problem.resident is None else frozenset()
-
-
-def _free(problem: Problem) -> list[Parameter]:
-    inputs = (n for n in problem.graph.find_nodes(op="placeholder") if info(n).role is Role.PARAMETER)
-    used = {info(n).fqn for n in inputs if n.users and not only_looked_up(n)}
-    return [p for p in problem.parameters.values() if p.fqn in used and not p.trainable and p.fqn not in problem.pinned_to_host]
+    return problem.free_names if problem.resident is None else frozenset()
 
 
 def residencies(problem: Problem, trained: frozenset[str]) -> Iterator[frozenset[str]]:
@@ -402,7 +395,8 @@ def residencies(problem: Problem, trained: frozenset[str]) -> Iterator[frozenset
         yield problem.resident
         return
     must = problem.pinned_to_device | trained
-    free = [p for p in _free(problem) if p.fqn not in must]
+    names = problem.free_names - must
+    free = [p for p in problem.parameters.values() if p.fqn in names]
     total = sum(p.n_bytes for p in free)
     seen: set[frozenset[str]] = set()
     for eighths in (8, 6, 4, 2, 1, 0):

@@ -22,7 +22,7 @@ from torch.fx.node import Argument, map_arg
 
 from . import ops
 from .effects import Tier
-from .torch_compat import without_modes
+from .torch_compat import same_nodes, without_modes
 
 Told = TypeVar("Told")
 INFO = "fxo"
@@ -181,23 +181,30 @@ def copy_node(graph: fx.Graph, node: fx.Node, operand: Callable[[fx.Node], fx.No
     # A name of its own beside the original: torch 2.11 tries one number after the other for a name that is taken.
     name = f"{node.name}_again" if graph is node.graph else node.name
     new = graph.create_node(node.op, node.target, name=name, type_expr=node.type)
-    # Set afterwards: create_node looks for symbols in all arguments it is given, which takes longer than the rest of it. And set past
-    # Node.__setattr__, which takes the node out of the graph's index by target and puts it back whatever is set.
     if node.args:
-        object.__setattr__(new, "args", map_arg(node.args, operand))
+        _set_argument(new, "args", map_arg(node.args, operand))
     if node.kwargs:
-        object.__setattr__(new, "kwargs", map_arg(node.kwargs, operand))
+        _set_argument(new, "kwargs", map_arg(node.kwargs, operand))
     new.meta.update(node.meta)
     return new
 
 
+def call(graph: fx.Graph, op: torch._ops.OpOverload, *args: object) -> fx.Node:
+    """A call of one of our ops at the insertion point of `graph`."""
+    new = graph.create_node("call_function", op, name=ops.SPECS[op].name)
+    _set_argument(new, "args", args)
+    return new
+
+
+def _set_argument(node: fx.Node, which: str, value: object) -> None:
+    """Gives a new node its `args` or `kwargs`. Not create_node, which looks for symbols in all it is given, which takes longer than the rest of
+    it; and past Node.__setattr__, which takes the node out of the graph's index by target and puts it back whatever is set."""
+    object.__setattr__(node, which, value)
+
+
 def copy_graph(graph: fx.Graph) -> fx.Graph:
     """A copy that shares fake values but no node."""
-    result = fx.Graph()
-    made: dict[fx.Node, fx.Node] = {}
-    for node in graph.nodes:
-        made[node] = copy_node(result, node, made.__getitem__)
-    return result
+    return same_nodes(graph)
 
 
 def border_of(graph: fx.Graph) -> fx.Node | None:

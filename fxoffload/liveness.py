@@ -135,18 +135,22 @@ def liveness(graph: fx.Graph, bounds: Bounds | None = None) -> Liveness:
     for i, node in enumerate(nodes):
         spec = ops.spec_of(node)
         sources = read = _sources(node, of)
-        if spec is not None:
+        if spec is not None and borrowed:
             # a Transfer reads its source until the wait: the wait is a use of the source too
-            read = tuple(dict.fromkeys((*sources, *(s for w in _of_effect(node, spec, Await, of) for s in borrowed.pop(w, ())))))
+            awaited = _of_effect(node, spec, Await, of)
+            if awaited:
+                read = tuple(dict.fromkeys((*sources, *(s for w in awaited for s in borrowed.pop(w, ())))))
         for storage in read:
             uses[storage].append(i)
         found = of[node] = _storages(node, spec, of, sources, i > border_index, bounds) if node.op != "output" else ()
-        made = tuple([s for s in found if s not in first])
+        made = tuple([s for s in found if s not in first]) if sources else found
         for storage in made:
             first[storage] = i
             uses[storage] = []
             if spec is not None:
-                borrowed[storage] = _of_effect(node, spec, Borrow, of)
+                borrows = _of_effect(node, spec, Borrow, of)
+                if borrows:
+                    borrowed[storage] = borrows
         reads.append(sources)
         makes.append(made)
     output = nodes[-1] if nodes and nodes[-1].op == "output" else None

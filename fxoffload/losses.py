@@ -113,6 +113,8 @@ class _Finder:
     def _found(self) -> Loss:
         log_softmax = self._checked_end()
         start, forward = self._forward(log_softmax)
+        for value in (start, *forward):
+            list(self._readers(value))
         self._check_forward(start, forward)
         backward = self._backward(log_softmax, forward)
         hidden, weight, transposes = self._ends(backward[-1], start) if backward else ((), (), ())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -13,6 +14,7 @@ from .footprint import Footprint
 from .graph import Role, info, set_info
 from .liveness import no_workspace
 from .machine import Machine
+from .ops import only_looked_up
 from .pipeline import Context, Pass, get_pass
 from .plans import Decision
 
@@ -36,7 +38,7 @@ class Parameter:
     state_bytes: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Problem:
     """One Graph to plan. `fixed_bytes`: device bytes no input of this graph owns (other residents, overheads). `footprint`: what the
     device's allocator reserves for live bytes.
@@ -59,6 +61,14 @@ class Problem:
     workspace: Callable[[fx.Node], int] = no_workspace
     bucket_bytes: int = GROUP_BYTES
     host_bytes: int | None = None
+
+    @functools.cached_property
+    def free_names(self) -> frozenset[str]:
+        """Frozen parameters that ops read and no pin keeps off the device."""
+        inputs = (n for n in self.graph.find_nodes(op="placeholder") if info(n).role is Role.PARAMETER)
+        used = {info(n).fqn for n in inputs if n.users and not only_looked_up(n)}
+        free = (p for p in self.parameters.values() if p.fqn in used and not p.trainable)
+        return frozenset(p.fqn for p in free if p.fqn not in self.pinned_to_host)
 
     @property
     def live_budget_bytes(self) -> int | None:

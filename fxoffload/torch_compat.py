@@ -23,6 +23,7 @@ import torch.fx as fx
 import torch._guards
 import torch.fx.experimental._config
 import torch.nn.attention
+from torch.fx.node import map_arg
 from torch._C._dynamo.eval_frame import reset_code
 from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput, PlainAOTInput
 from torch._dynamo.backends.common import aot_autograd as _aot_autograd
@@ -37,6 +38,25 @@ Size = int | torch.SymInt
 def boxed_codegen() -> fx.CodeGen:
     """Code whose function takes one list and empties it (torch.fx.graph._BoxedCodeGen)."""
     return torch.fx.graph._BoxedCodeGen()
+
+
+def same_nodes(graph: fx.Graph) -> fx.Graph:
+    """A graph of the same nodes, under their names, with the same meta: what create_node does one by one (the name space, the list, the index by
+    target and the length of torch.fx.Graph), but for asking whether a name is taken."""
+    result, made = fx.Graph(), dict[fx.Node, fx.Node]()
+    names, table, copy_of = result._graph_namespace, result._find_nodes_lookup_table.table, made.__getitem__
+    for node in graph.nodes:
+        op, target = node.op, node.target
+        copy = fx.Node(result, node.name, op, target, map_arg(node.args, copy_of), map_arg(node.kwargs, copy_of) if node.kwargs else {}, node.type)
+        made[node] = copy
+        copy.meta.update(node.meta)
+        names._obj_to_name[copy] = node.name
+        result._insert(copy)
+        table[op, target if op == "call_function" else None][copy] = None
+    names._used_names.update(graph._graph_namespace._used_names)
+    names._base_count.update(graph._graph_namespace._base_count)
+    result._len = len(made)
+    return result
 
 
 def aot_backend(

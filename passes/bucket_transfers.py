@@ -12,7 +12,7 @@ import torch
 import torch.fx as fx
 
 from fxoffload import ops
-from fxoffload.graph import INFO, NodeInfo, Names, by_name
+from fxoffload.graph import INFO, Names, NodeInfo, by_name, call
 from fxoffload.layout import extent_bytes, side_by_side
 from fxoffload.pipeline import Context, Pass
 from fxoffload.plans import Bucket
@@ -46,9 +46,9 @@ def _merge(graph: fx.Graph, waits: Sequence[fx.Node], name: str, place: dict[fx.
     values = [source.meta["val"] for source in sources]
     offsets, n_bytes = side_by_side(map(extent_bytes, values))
     with graph.inserting_before(min(starts, key=place.__getitem__)):
-        flat = graph.call_function(ops.swap_in_many, (sources, starts[0].args[1]))
+        flat = call(graph, ops.swap_in_many, sources, starts[0].args[1])
     with graph.inserting_before(min(waits, key=place.__getitem__)):
-        ready = graph.call_function(ops.wait, (flat,))
+        ready = call(graph, ops.wait, flat)
     with values[0].fake_mode:
         value = torch.empty(n_bytes, dtype=torch.uint8, device=values[0].device)
     flat.meta = {"val": value, INFO: NodeInfo(f"{name}/in")}
@@ -65,7 +65,7 @@ def _release_once(graph: fx.Graph, members: Sequence[fx.Node], ready: fx.Node, p
     if not releases:
         return
     with graph.inserting_after(releases[-1]):
-        release = graph.call_function(ops.release, (ready,))
+        release = call(graph, ops.release, ready)
     release.meta[INFO] = NodeInfo(f"{ready.meta[INFO].name}/release")
     for one in releases:
         graph.erase_node(one)

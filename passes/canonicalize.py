@@ -46,18 +46,34 @@ def _simplify(graph: fx.Graph, node: fx.Node) -> None:
     source = node.args[0] if node.args else None
     if not isinstance(source, fx.Node):
         return
+    if node.target is _aten.reshape.default:
+        source = _unshaped(node, source)
     if node.target in _IDENTITIES and _same_value(node, source):
         _replace(graph, node, source)
     elif node.target in _TRANSPOSES and source.target is node.target:
         _replace(graph, node, source.args[0])  # type: ignore[arg-type]
     elif node.target in _SLICES and _is_alike(node, source):
         _replace(graph, node, source)
-    elif node.target is _aten.pow.Tensor_Scalar and node.args[1] == 1 and _is_alike(node, source) and not _is_returned(node):
+    elif _may_change_nothing(node) and _is_alike(node, source) and not _is_returned(node):
         _replace(graph, node, source)
     elif node.target is _aten._to_copy.default:
         _drop_detour(graph, node, source)
     elif node.target in _BY_NUMBER and source.target is _aten.expand.default:
         _compute_before_expanding(graph, node, source)
+
+
+def _unshaped(node: fx.Node, source: fx.Node) -> fx.Node:
+    """What a reshape reads: where it read another reshape, now what that one reads."""
+    if source.target is not _aten.reshape.default:
+        return source
+    unshaped = source.args[0]
+    assert isinstance(unshaped, fx.Node)
+    node.replace_input_with(source, unshaped)
+    return unshaped
+
+
+def _may_change_nothing(node: fx.Node) -> bool:
+    return node.target is _aten.reshape.default or (node.target is _aten.pow.Tensor_Scalar and bool(node.args[1] == 1))
 
 
 def _drop_detour(graph: fx.Graph, node: fx.Node, source: fx.Node) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch.fx as fx
 
 from fxoffload import ops
-from fxoffload.graph import NodeInfo, Names, border_of, by_name, name_of
+from fxoffload.graph import Names, NodeInfo, border_of, by_name, call, name_of
 from fxoffload.pipeline import Context, Pass
 from fxoffload.plans import Recompute
 
@@ -25,7 +25,7 @@ def run(graph: fx.Graph, ctx: Context) -> fx.Graph:
             continue
         value = nodes[decision.value]
         with graph.inserting_after(border):
-            marker = graph.call_function(ops.checkpoint, (value,))
+            marker = call(graph, ops.checkpoint, value)
         marker.meta = {"val": value.meta["val"], "fxo": NodeInfo(names.fresh(name_of(value), "!"))}
         value.replace_all_uses_with(marker, lambda user: user in in_backward)
     return graph

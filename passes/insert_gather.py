@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch.fx as fx
 
 from fxoffload import ops
-from fxoffload.graph import INFO, NodeInfo, Names, by_name, info, name_of
+from fxoffload.graph import INFO, Names, NodeInfo, by_name, call, info, name_of
 from fxoffload.pipeline import Context, Pass
 from fxoffload.plans import Gather
 from fxoffload.versions import Build, reload
@@ -32,7 +32,7 @@ def run(graph: fx.Graph, ctx: Context) -> fx.Graph:
 def _gather(graph: fx.Graph, parameter: fx.Node, names: Names, ctx: Context) -> Build:
     def build(before: fx.Node) -> fx.Node:
         with graph.inserting_before(before):
-            node = graph.call_function(ops.gather, (parameter, ctx.device))  # type: ignore[arg-type]
+            node = call(graph, ops.gather, parameter, ctx.device)
         node.meta = {"val": parameter.meta["val"], INFO: NodeInfo(names.fresh(name_of(parameter), "@"))}
         return node
 

@@ -10,7 +10,7 @@ import torch.fx as fx
 
 from fxoffload import ops
 from fxoffload.effects import Tier
-from fxoffload.graph import INFO, NodeInfo, name_of
+from fxoffload.graph import INFO, NodeInfo, call, name_of
 from fxoffload.liveness import base_nodes, liveness
 from fxoffload.pipeline import Context, Pass
 
@@ -25,7 +25,7 @@ def run(graph: fx.Graph, ctx: Context) -> fx.Graph:
     for index, values in ends.items():
         for value in reversed(values):
             with graph.inserting_after(live.nodes[index]):
-                release = graph.call_function(ops.release, (value,))
+                release = call(graph, ops.release, value)
             release.meta[INFO] = NodeInfo(f"{name_of(value)}/release")
     return graph
 

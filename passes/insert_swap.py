@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch.fx as fx
 
 from fxoffload import ops
-from fxoffload.graph import INFO, NodeInfo, Names, by_name, name_of
+from fxoffload.graph import INFO, Names, NodeInfo, by_name, call, name_of
 from fxoffload.pipeline import Context, Pass
 from fxoffload.plans import SwapIn, SwapOut
 from fxoffload.swaps import host_value
@@ -37,9 +37,9 @@ def run(graph: fx.Graph, ctx: Context) -> fx.Graph:
 def _swap_out(graph: fx.Graph, nodes: dict[str, fx.Node], names: Names, decision: SwapOut, ctx: Context) -> fx.Node:
     value = nodes[decision.value]
     with graph.inserting_after(last_element(nodes[decision.after])):
-        start = graph.call_function(ops.swap_out, (value, ctx.host, decision.tier.value))  # type: ignore[arg-type]
+        start = call(graph, ops.swap_out, value, ctx.host, decision.tier.value)
     with graph.inserting_after(start):
-        ready = graph.call_function(ops.wait, (start,))
+        ready = call(graph, ops.wait, start)
     name = names.fresh(decision.value, "^")
     start.meta = {"val": host_value(value.meta["val"], ctx.bounds, ctx.host), INFO: NodeInfo(f"{name}/out")}
     ready.meta = {"val": start.meta["val"], INFO: NodeInfo(name)}
@@ -50,8 +50,8 @@ def _swap_in(graph: fx.Graph, host: fx.Node, value: fx.Node, names: Names, ctx: 
     def build(before: fx.Node) -> fx.Node:
         name = names.fresh(name_of(value), "@")
         with graph.inserting_before(before):
-            start = graph.call_function(ops.swap_in, (host, ctx.device))  # type: ignore[arg-type]
-            ready = graph.call_function(ops.wait, (start,))
+            start = call(graph, ops.swap_in, host, ctx.device)
+            ready = call(graph, ops.wait, start)
         start.meta = {"val": value.meta["val"], INFO: NodeInfo(f"{name}/in")}
         ready.meta = {"val": value.meta["val"], INFO: NodeInfo(name)}
         return ready

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.fx as fx
 
 from fxoffload import ops
-from fxoffload.graph import INFO, NodeInfo, name_of
+from fxoffload.graph import INFO, NodeInfo, call, name_of
 from fxoffload.pipeline import Context, Pass
 
 
@@ -16,7 +16,7 @@ def run(graph: fx.Graph, ctx: Context) -> fx.Graph:
         node.target = ops.swap_in
         node.meta[INFO] = NodeInfo(f"{name}/in")
         with graph.inserting_after(node):
-            ready = graph.call_function(ops.wait, ())
+            ready = call(graph, ops.wait)
         ready.meta = {"val": node.meta["val"], INFO: NodeInfo(name)}
         node.replace_all_uses_with(ready)
         ready.args = (node,)

@@ -9,7 +9,7 @@ import torch.fx as fx
 
 from fxoffload import ops
 from fxoffload.effects import Tier
-from fxoffload.graph import INFO, NodeInfo, Role, info, output_of, returned
+from fxoffload.graph import INFO, NodeInfo, Role, call, info, output_of, returned
 from fxoffload.pipeline import Context, Pass
 from fxoffload.swaps import host_value
 from fxoffload.versions import last_element
@@ -35,9 +35,9 @@ def _sink(graph: fx.Graph, gradient: fx.Node, owner: fx.Node, ctx: Context, orde
     anchor = last_element(gradient) if order.get(gradient, 0) > order[border] else border
     name = f"{info(owner).fqn}.grad"
     with graph.inserting_after(anchor):
-        start = graph.call_function(ops.swap_out, (gradient, ctx.host, info(owner).tier.value))  # type: ignore[arg-type]
+        start = call(graph, ops.swap_out, gradient, ctx.host, info(owner).tier.value)
     with graph.inserting_after(start):
-        ready = graph.call_function(ops.wait, (start,))
+        ready = call(graph, ops.wait, start)
     value = host_value(gradient.meta["val"], ctx.bounds, ctx.host)
     start.meta = {"val": value, INFO: NodeInfo(f"{name}/out")}
     ready.meta = {"val": value, INFO: NodeInfo(name)}

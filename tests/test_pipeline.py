@@ -214,3 +214,18 @@ def test_every_fact_that_a_pass_of_ours_names_has_a_checker() -> None:
 def test_a_copied_graph_has_the_same_text() -> None:
     graph = text.parse(samples.LOWERED)
     assert text.render(copy_graph(graph), Bounds({"s0": 4})) == text.render(graph, Bounds({"s0": 4}))
+
+
+def test_a_copied_graph_finds_and_names_nodes_as_one_made_node_by_node() -> None:
+    graph = text.parse(samples.LOWERED)
+    copied, made = copy_graph(graph), fx.Graph()
+    made.output(made.graph_copy(graph, {}))
+    for one in (copied, made):
+        one.lint()
+        release = one.find_nodes(op="call_function", target=ops.release)[-1]
+        with one.inserting_before(release):
+            one.call_function(ops.release, release.args)
+        one.erase_node(release)
+    assert [(n.op, n.name, n.target, str(n.args), len(n.users)) for n in copied.nodes] == [
+        (n.op, n.name, n.target, str(n.args), len(n.users)) for n in made.nodes]
+    assert len(copied.nodes) == len(graph.nodes) and not {*copied.nodes} & {*graph.nodes}
