@@ -89,6 +89,12 @@ class Recomputation:
         return live_bytes < self.least[resident]
 
 
+    def least_of_any(self, problem: Problem) -> int:
+        """Of the recomputation that saves everything: live bytes that no recipe needs less than, whatever resides. An op reads and makes the same in
+        all of them, but its result may take the place of what only some of them let go."""
+        return self.schedule.least_bytes(self.ground(self.must), problem.context.kept_values, self.schedule.donable_bytes)
+
+
 @dataclass(frozen=True, slots=True)
 class Candidate:
     """A recomputation and resident set, scanned under some budget: what it loads and spills, the seconds that gives, and the live bytes

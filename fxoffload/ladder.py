@@ -115,6 +115,8 @@ class Search:
                     continue
                 fit = self._first(recipe, rung)
                 if not fit.fitting:
+                    if self._none_lacks_less(fit.tried, rung):
+                        return bool(found)
                     continue
                 self._complete(recipe, fit, budget, above)
                 found.append((recipe, fit.fitting))
@@ -124,6 +126,13 @@ class Search:
             if self._slower_s(recipe, budget) is None:
                 self._complete(recipe, self._others(recipe, rung, fitting), budget, above)
         return bool(found)
+
+    def _none_lacks_less(self, tried: Sequence[Candidate], rung: int) -> bool:
+        """Whether one of these, which do not fit a rung, lacks no more there than every recipe does."""
+        everything = self._made(Recipe("all"))
+        room = self.problem.footprint.live_bytes(rung) - everything.outside_bytes(self.problem, everything.must)
+        lacks = everything.least_of_any(self.problem) - room
+        return any(0 < one.found.shortfall_bytes <= lacks for one in tried)
 
     def _first(self, recipe: Recipe, rung: int) -> _OfRung:
         """What the recipe gives on a rung; all candidates are told."""

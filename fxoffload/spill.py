@@ -22,6 +22,7 @@ import torch.fx as fx
 from torch.fx.node import Argument
 
 from . import ops
+from .donation import takes_a_place
 from .effects import Tier
 from .graph import Bounds, has_fixed_layout, operands, output_of, returned
 from .liveness import Liveness, Storage, is_view, liveness, no_workspace
@@ -353,10 +354,11 @@ class Schedule:
         found.peak_bytes += ground.fixed_bytes
         return found
 
-    def least_bytes(self, ground: Ground, kept: frozenset[str] = frozenset()) -> int:
+    def least_bytes(self, ground: Ground, kept: frozenset[str] = frozenset(), spared: Bytes | None = None) -> int:
         """A bound: under less device memory, the inputs fixed there included, no scan finds room, with the values named `kept` staying.
 
-        That is at each event what it touches and needs itself, what is kept, and in backward what is returned and was there since.
+        That is at each event what it touches and needs itself, what is kept, and in backward what is returned and was there since. `spared`: what
+        an event may need less after all.
         """
         beside = np.zeros(len(self.events) + 1, dtype=np.int64)
         border = bisect_left(self.events, ground.border, key=lambda event: event.index)
@@ -367,8 +369,16 @@ class Schedule:
             for after, before in pairwise((*at, len(self.events)) if storage in ground.returned else at):
                 beside[after + 1] += storage.n_bytes
                 beside[before] -= storage.n_bytes
-        needed = ground.touched_bytes + self.workspace + np.cumsum(beside[:-1])
+        needed = ground.touched_bytes + self.workspace + np.cumsum(beside[:-1]) - (0 if spared is None else spared)
         return ground.fixed_bytes + (int(needed.max()) if self.events else 0)
+
+    @functools.cached_property
+    def donable_bytes(self) -> Bytes:
+        """Bytes that each event would need less if its result took the place of an operand, and does not: of one that others read too."""
+        return np.array([event.own_bytes if self._could_take_a_place(event) else 0 for event in self.events], dtype=np.int64)
+
+    def _could_take_a_place(self, event: Event) -> bool:
+        return event.workspace_bytes >= 0 and takes_a_place(self.live.nodes[event.index])
 
     def _touches_of_staying(self, kept: frozenset[str]) -> dict[Storage, list[int]]:
         """The numbers of the events that touch each Storage that is returned or named in `kept`."""

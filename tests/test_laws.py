@@ -8,6 +8,7 @@ import os
 import random
 from dataclasses import replace
 from importlib import resources
+from typing import Any
 
 import peft
 import pytest
@@ -17,10 +18,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from zoo import FAMILIES
 
-from fxoffload import candidates, planner
+from fxoffload import candidates, ladder, planner
 from fxoffload.api import captured, planning_options
 from fxoffload.buckets import GROUP_BYTES
-from fxoffload.candidates import Recipe, completed, decided, free_names, least_s, recipes, recomputed, settled, swept
+from fxoffload.candidates import (
+    Recipe, Recomputation, completed, decided, free_names, least_s, recipes, recipes_of_small, recomputed, settled, swept)
+from fxoffload.donation import Donated
 from fxoffload.dry import model_without_weights
 from fxoffload.errors import PlanError
 from fxoffload.exact import solve_exactly
@@ -235,6 +238,50 @@ def test_every_budget_has_the_rungs_of_the_smaller_ones(n_bytes: int, bits: int)
     if second:
         assert second + step_of(second, bits) == first
     assert next(rungs_within(24 << 30, 2)) == 24 << 30
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("donates", (False, True))
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_recipe_needs_less_than_is_said_of_all(kind: str, donates: bool) -> None:
+    one = problem(kind)
+    if donates:
+        one = replace(one, context=replace(one.context, workspace=Donated(one.context.bounds)))
+    least = _applied(one, Recipe("all")).least_of_any(one)
+    assert least > 0
+    for recipe in recipes_of_small(one):
+        made = _applied(one, recipe)
+        assert 1 + made.schedule.scan(1, resident=made.must).shortfall_bytes >= least, recipe
+
+
+def _applied(one: Problem, recipe: Recipe) -> Recomputation:
+    return recomputed(one, recipe, decided(one, recipe), frozenset())
+
+
+@pytest.mark.integration
+def test_where_one_op_alone_has_no_room_one_recipe_is_tried_and_the_refusal_is_that_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = transformers.LlamaConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, vocab_size=32000, dtype=torch.bfloat16)
+    model, machine = model_without_weights(config, None, None), load_machine("rtx4090")
+    options = planning_options(model, machine, "1TiB", None, 0, "adamw", "auto", None, "bitwise", (), None)
+    made: list[Recipe] = []
+
+    def counted(problem: Problem, recipe: Recipe, *rest: Any) -> Recomputation:
+        made.append(recipe)
+        return recomputed(problem, recipe, *rest)
+
+    monkeypatch.setattr(ladder, "recomputed", counted)
+    with captured(model, (2, 64), options, machine) as session:
+        def refusal() -> tuple[int | None, int]:
+            made.clear()
+            with pytest.raises(PlanError) as refused:
+                session.study.plan(replace(session.study.planning.budgets, device_bytes=100 << 20))
+            return refused.value.shortfall_bytes, len(set(made))
+
+        short, few = refusal()
+        monkeypatch.setattr(ladder.Search, "_none_lacks_less", lambda *_: False)
+        session.study.searches.found.clear()
+        assert refusal()[0] == short and few == 2 < len(set(made))
 
 
 def test_free_names_are_frozen_parameters_alone() -> None:
