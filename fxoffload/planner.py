@@ -75,48 +75,55 @@ class Searches:
 def solve(problem: Problem, known: Searches | None = None) -> Solution:
     """The fastest Solution found under the budget, the same one whatever is `known`. Raises PlanError with the true shortfall when there
     is none."""
-    known = known if known is not None else Searches()
     with heap_at_rest():
-        searches = [known.of(problem, trained) for trained in _trained_residents(problem)]
-        budget = problem.context.device_budget_bytes
-        if budget is None or not problem.footprint.by_offsets:
-            return _within(problem, searches, budget)
-        return _placed_within(problem, searches, budget)
+        return next(solution for chosen in attempts(problem, known) if (solution := chosen.completed(problem)) is not None)
 
 
-def _within(problem: Problem, searches: Sequence[Search], budget: int | None) -> Solution:
-    """The fastest Solution whose live bytes keep to `budget`."""
-    return _Chosen.of(problem, searches, budget).completed(problem)
+def attempts(problem: Problem, known: Searches | None = None) -> Iterator[Chosen]:
+    """What may become the Solution, the fastest first, as long as none does. Ends in a PlanError with the true shortfall."""
+    known = known if known is not None else Searches()
+    searches = [known.of(problem, trained) for trained in _trained_residents(problem)]
+    budget = problem.context.device_budget_bytes
+    if budget is None or not problem.footprint.by_offsets:
+        yield Chosen.of(problem, searches, budget)
+    else:
+        yield from _placed_within(problem, searches, budget)
 
 
 @dataclass(frozen=True, slots=True)
-class _Chosen:
-    """The fastest candidate under a live budget, and all that were tried: a Solution to be."""
+class Chosen:
+    """The fastest candidate under a live budget, and all that were tried: a Solution to be, if its values keep to the budget at their offsets."""
 
     candidate: Candidate
     budget: int | None
     tried: tuple[Tried, ...]
 
     @staticmethod
-    def of(problem: Problem, searches: Sequence[Search], budget: int | None) -> _Chosen:
+    def of(problem: Problem, searches: Sequence[Search], budget: int | None) -> Chosen:
         """What the searches find. Raises PlanError when they find nothing."""
         nearest: list[tuple[Candidate, int]] = []
         for search in searches:
             search.run(budget)
             if search.best is not None:
-                return _Chosen(search.best, budget, tuple(search.tried))
+                return Chosen(search.best, budget, tuple(search.tried))
             nearest = search.short
             if search.host_short_bytes:
                 raise HostShort(f"no plan tried keeps to {problem.host_bytes} bytes of host memory", search.host_short_bytes)
         raise _refusal(problem, *min(nearest, key=lambda one: least_bytes(problem, *one)))
 
-    def completed(self, problem: Problem) -> Solution:
-        """The candidate lowered: its live bytes keep to the budget; what its values take at offsets may be more."""
+    def completed(self, problem: Problem) -> Solution | None:
+        """The candidate lowered; None where its values take more than the device's budget."""
+        solution, budget = self.lowered(problem), problem.context.device_budget_bytes
+        fits = not problem.footprint.by_offsets or budget is None or solution.simulation.device_peak_bytes <= budget
+        return solution if fits else None
+
+    def lowered(self, problem: Problem) -> Solution:
+        """The candidate lowered: its live bytes keep to the live budget; what its values take at offsets may be more than the device's."""
         return replace(_complete(problem, self.candidate, self.budget), tried=self.tried)
 
 
-def _placed_within(problem: Problem, searches: Sequence[Search], budget: int) -> Solution:
-    """The Solution of the largest live budget whose values keep to `budget` at their offsets.
+def _placed_within(problem: Problem, searches: Sequence[Search], budget: int) -> Iterator[Chosen]:
+    """The candidates of live budgets, the largest first, whose values may keep to `budget` at their offsets.
 
     Live budgets are rungs that no budget changes, and the least one that works: so a larger budget has the plans of a smaller one to
     choose from, and of two plans the one that takes less is taken only where the other does not fit.
@@ -126,7 +133,7 @@ def _placed_within(problem: Problem, searches: Sequence[Search], budget: int) ->
     while True:
         live_budget = next(rungs) if least is None else least
         try:
-            chosen = _Chosen.of(problem, searches, live_budget)
+            chosen = Chosen.of(problem, searches, live_budget)
         except PlanError as refusal:
             needed = budget + (refusal.shortfall_bytes or 0)
             if least is None and needed <= budget:
@@ -137,12 +144,10 @@ def _placed_within(problem: Problem, searches: Sequence[Search], budget: int) ->
             break
         over = chosen
         if least_taken_bytes(problem, chosen.candidate) <= budget:
-            solution = chosen.completed(problem)
-            if solution.simulation.device_peak_bytes <= budget:
-                return solution
+            yield chosen
         if least is not None:
             break
-    over_bytes = over.completed(problem).simulation.device_peak_bytes - budget
+    over_bytes = over.lowered(problem).simulation.device_peak_bytes - budget
     raise PlanError(
         f"device_budget of {budget} bytes ({format_bytes(budget)}) is {over_bytes} bytes short: the values of the best plan found "
         "leave gaps between them. The missing bytes would help.", over_bytes)

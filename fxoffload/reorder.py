@@ -16,9 +16,10 @@ from .effects import Channel
 from .errors import PlanError
 from .graph import copy_graph, name_of
 from .heads import Head, find_heads
+from .heap import heap_at_rest
 from .losses import Whole, find_losses
 from .memory_map import MemoryMap, reading_bytes
-from .planner import Problem, Solution, solve
+from .planner import Chosen, Problem, Solution, attempts
 from .problem import apply, decide
 from .plans import Chunk, Decision, Defer, GraphPlan, Prediction
 from .readings import find_readings
@@ -39,16 +40,15 @@ def solve_reordered(problem: Problem) -> Solution:
     shortfall when none fits."""
     limit = _limit_bytes(problem)
     tries = list(_variants(problem, limit))
-    found, refused = _solutions(tries)
-    if not found:
-        smaller = [v for v in _variants(problem, max(1, limit // _SMALLER)) if v.decisions not in [t.decisions for t in tries]]
-        found, refused_too = _solutions(smaller)
-        refused += refused_too
-    if not found:
+    with heap_at_rest():
+        found, refused = _best(tries)
+        if found is None:
+            smaller = [v for v in _variants(problem, max(1, limit // _SMALLER)) if v.decisions not in [t.decisions for t in tries]]
+            found, refused_too = _best(smaller)
+            refused += refused_too
+    if found is None:
         raise min(refused, key=lambda error: error.shortfall_bytes or 0)
-    readable = [one for one in found if is_readable(one.variant.problem, one.solution)] or found
-    best = min(readable, key=lambda one: one.seconds).solution
-    return replace(best, tried=tuple(tried for one in found for tried in one.solution.tried))
+    return found
 
 
 def is_readable(problem: Problem, solution: Solution) -> bool:
@@ -78,11 +78,14 @@ class _Variant:
     problem: Problem
     heads: tuple[Head, ...] = ()
 
-    def solve(self) -> Solution:
-        """Raises PlanError when nothing fits."""
-        solution = solve(self.problem)
-        tried = tuple(self._told(one) for one in solution.tried)
-        return replace(solution, decisions=self.decisions + solution.decisions, tried=tried)
+    def completed(self, chosen: Chosen) -> Solution | None:
+        """The Solution of what was chosen; None where its values do not keep to the budget."""
+        solution = chosen.completed(self.problem)
+        return None if solution is None else replace(solution, decisions=self.decisions + solution.decisions)
+
+    def told(self, chosen: Chosen) -> tuple[Tried, ...]:
+        """What was tried, as the plan's reasons tell it."""
+        return tuple(self._told(one) for one in chosen.tried)
 
     def _told(self, one: Tried) -> Tried:
         chunks = max((d.chunks for d in self.decisions if isinstance(d, Chunk)), default=1)
@@ -104,17 +107,18 @@ class _Variant:
         return copies_s + sum(node_s(head.product, bounds, machine)[1] for head in heads)
 
 
-@dataclass(frozen=True, slots=True)
-class _Found:
-    """A variant's Solution."""
+@dataclass(slots=True)
+class _Attempt:
+    """What was chosen of a variant, and what comes after it."""
 
     variant: _Variant
-    solution: Solution
+    chosen: Chosen
+    others: Iterator[Chosen]
 
     @property
     def seconds(self) -> float:
         """Of the graph, and of reading once what it leaves out."""
-        return self.solution.estimated_s + self.variant.reading_s(self.solution.resident)
+        return self.chosen.candidate.step_s + self.variant.reading_s(self.chosen.candidate.resident)
 
 
 def _limit_bytes(problem: Problem) -> int:
@@ -146,12 +150,32 @@ def _applied(variant: _Variant, decisions: tuple[Decision, ...], *rewrites: str)
         yield _Variant(variant.decisions + decisions, replace(problem, graph=graph), variant.heads)
 
 
-def _solutions(variants: list[_Variant]) -> tuple[list[_Found], list[PlanError]]:
-    """What fits of the variants, and the refusals of the others."""
-    found, refused = [], []
+def _best(variants: list[_Variant]) -> tuple[Solution | None, list[PlanError]]:
+    """The Solution of the fastest of the variants that can be read, of all where none can, and the refusals of the others. None is lowered but what
+    is the fastest by its estimate."""
+    attempted, refused, unreadable = list[_Attempt](), list[PlanError](), list[Solution]()
     for variant in variants:
+        others = attempts(variant.problem)
         try:
-            found.append(_Found(variant, variant.solve()))
+            attempted.append(_Attempt(variant, next(others), others))
         except PlanError as error:
             refused.append(error)
-    return found, refused
+    found, waiting = None, list(attempted)
+    while waiting and found is None:
+        best = min(waiting, key=lambda one: one.seconds)
+        solution = best.variant.completed(best.chosen)
+        if solution is None:
+            try:
+                best.chosen = next(best.others)
+            except PlanError as error:
+                refused.append(error)
+                waiting.remove(best)
+                attempted.remove(best)
+        elif is_readable(best.variant.problem, solution):
+            found = solution
+        else:
+            unreadable.append(solution)
+            waiting.remove(best)
+    found = found or next(iter(unreadable), None)
+    tried = tuple(told for one in attempted for told in one.variant.told(one.chosen))
+    return (None if found is None else replace(found, tried=tried)), refused
