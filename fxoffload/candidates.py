@@ -88,7 +88,6 @@ class Recomputation:
             self.least[resident] = self.schedule.least_bytes(self.ground(resident), problem.context.kept_values)
         return live_bytes < self.least[resident]
 
-
     def least_of_any(self, problem: Problem) -> int:
         """Of the recomputation that saves everything: live bytes that no recipe needs less than, whatever resides. An op reads and makes the same in
         all of them, but its result may take the place of what only some of them let go."""

@@ -114,7 +114,7 @@ class _Finder:
         log_softmax = self._checked_end()
         start, forward = self._forward(log_softmax)
         for value in (start, *forward):
-            list(self._readers(value))
+            self._note_reshapes(value)
         self._check_forward(start, forward)
         backward = self._backward(log_softmax, forward)
         hidden, weight, transposes = self._ends(backward[-1], start) if backward else ((), (), ())
@@ -250,6 +250,11 @@ class _Finder:
                 yield from self._readers(user)
             else:
                 yield user
+
+    def _note_reshapes(self, value: fx.Node) -> None:
+        """Remembers which reshapes look at the value: who reads one of them reads the value, the caller too."""
+        for _ in self._readers(value):
+            pass
 
     def _only(self, nodes: list[fx.Node], what: str) -> fx.Node:
         if len(nodes) != 1:

@@ -176,6 +176,7 @@ def _best(variants: list[_Variant]) -> tuple[Solution | None, list[PlanError]]:
         else:
             unreadable.append(solution)
             waiting.remove(best)
-    found = found or next(iter(unreadable), None)
+    if found is None and unreadable:
+        found = unreadable[0]
     tried = tuple(told for one in attempted for told in one.variant.told(one.chosen))
     return (None if found is None else replace(found, tried=tried)), refused
