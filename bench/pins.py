@@ -1,6 +1,6 @@
 """Does a person who pins things beat the planner? One budget, the free plan and six that were made by hand, predicted and measured.
 
-    python bench/pins.py plan                                   writes bench/plans/pins/ROW.json.xz, with no accelerator
+    python bench/pins.py plan                                   writes bench/plans/pins/h200/ROW.json.xz, with no accelerator
     python bench/pins.py measure --rows ROW,ROW [--lock FILE] [--out FILE]
     python bench/pins.py table FILE ... [--out FILE]            one table; how much faster the free plan is than the best of the others
 

@@ -1,8 +1,9 @@
 """Are predicted seconds and bytes true? Plans made with no accelerator and no weights, committed, then run unchanged on a CUDA card.
 
-    python bench/prediction.py plan [--rows WORDS]              writes bench/plans/prediction/ROW.json.xz; torch and transformers
-                                                                must be those of the measuring machine, or graphs may differ
-    python bench/prediction.py measure --rows ROW,ROW [--lock FILE] [--out FILE]
+    python bench/prediction.py plan [--rows WORDS] [--machine h200]
+                                                                writes bench/plans/prediction/MACHINE/ROW.json.xz; torch and
+                                                                transformers must be those of the measuring machine, or graphs may differ
+    python bench/prediction.py measure --rows ROW,ROW [--machine h200] [--lock FILE] [--out FILE]
     python bench/prediction.py table FILE ... [--out FILE]      one table and its medians
 
 A row is a model, what of it is trained, a batch and a budget. `measure` prints the hashes of the plan and of the machine file before it
@@ -33,7 +34,6 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 ROOT = Path(__file__).resolve().parent.parent
 PLANS = ROOT / "bench" / "plans" / "prediction"
-MACHINE = "h200"
 WARM, TIMED = 6, 7
 # Llama 3.2's shapes of 1B and 3B.
 WIDTHS = {
@@ -67,9 +67,9 @@ class Row:
     def name(self) -> str:
         return "-".join([self.size, self.trained, f"{self.shape[0]}x{self.shape[1]}", self.budget, *([self.label] if self.label else [])])
 
-    @property
-    def path(self) -> Path:
-        return PLANS / f"{self.name}.json.xz"
+    def path(self, machine: str) -> Path:
+        """Where its plan for a shipped machine lies."""
+        return PLANS / machine / f"{self.name}.json.xz"
 
 
 ROWS = {row.name: row for (size, trained, shape), budgets in BUDGETS.items() for row in (Row(size, trained, shape, one) for one in budgets)}
@@ -99,8 +99,8 @@ def quantization() -> Any:
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=torch.bfloat16)
 
 
-def plan(rows: list[Row]) -> None:
-    """Writes the rows' plans; budgets of one step share its capture."""
+def plan(rows: list[Row], machine_name: str) -> None:
+    """Writes the rows' plans for a shipped machine; budgets of one step share its capture."""
     from fxoffload import pin
     from fxoffload.api import captured, planning_options
     from fxoffload.dry import model_without_weights
@@ -108,8 +108,8 @@ def plan(rows: list[Row]) -> None:
     from fxoffload.machine import load_machine
     from fxoffload.sizes import parse_bytes
 
-    machine = load_machine(MACHINE)
-    PLANS.mkdir(parents=True, exist_ok=True)
+    machine = load_machine(machine_name)
+    (PLANS / machine_name).mkdir(parents=True, exist_ok=True)
     for size, trained, shape, pins in dict.fromkeys((row.size, row.trained, row.shape, row.pins) for row in rows):
         model = model_without_weights(config(size), None if trained == "full" else lora(), quantization() if trained == "4bit" else None)
         options = planning_options(model, machine, "1TiB", None, 0, "adamw", "auto", None, "bitwise", [pin(*one) for one in pins])
@@ -120,7 +120,7 @@ def plan(rows: list[Row]) -> None:
                 except PlanError as error:
                     print(row.name, "refused:", str(error)[:200], flush=True)
                     continue
-                row.path.write_bytes(lzma.compress(found.to_json().encode()))
+                row.path(machine_name).write_bytes(lzma.compress(found.to_json().encode()))
                 print(row.name, found.predicted.step_s, found.predicted.device_peak_bytes, found.count(), flush=True)
 
 
@@ -157,8 +157,8 @@ def model_of(row: Row) -> Any:
     return (model if row.trained == "full" else peft.get_peft_model(model, lora())).train()
 
 
-def measure(row: Row, lock: str | None) -> dict[str, Any]:
-    """The committed plan of the row, run."""
+def measure(row: Row, machine_name: str, lock: str | None) -> dict[str, Any]:
+    """The committed plan of the row for a shipped machine, run."""
     from gpu_core import alone
 
     import torch
@@ -167,8 +167,8 @@ def measure(row: Row, lock: str | None) -> dict[str, Any]:
     from fxoffload.plans import Plan, plan_from
     from fxoffload.sizes import parse_bytes
 
-    raw = row.path.read_bytes()
-    hashes = {"plan": hashlib.sha256(raw).hexdigest()[:16], "machine": hashlib.sha256(machine_file().read_bytes()).hexdigest()[:16]}
+    raw, machine = row.path(machine_name).read_bytes(), Path(fxoffload.__file__).parent / "machines" / f"{machine_name}.json"
+    hashes = {"plan": hashlib.sha256(raw).hexdigest()[:16], "machine": hashlib.sha256(machine.read_bytes()).hexdigest()[:16]}
     print(row.name, hashes, flush=True)
     known: Plan = plan_from(json.loads(lzma.decompress(raw)), row.name)
     ids = torch.randint(0, 128256, row.shape, generator=torch.Generator().manual_seed(0))
@@ -207,13 +207,6 @@ def measure(row: Row, lock: str | None) -> dict[str, Any]:
         }
         model.fxoffload.close()
     return result
-
-
-def machine_file() -> Path:
-    """The file that the plans were made for."""
-    import fxoffload
-
-    return Path(fxoffload.__file__).parent / "machines" / f"{MACHINE}.json"
 
 
 def header() -> dict[str, Any]:
@@ -258,13 +251,14 @@ def main() -> int:
     parser.add_argument("what", choices=("plan", "measure", "table"))
     parser.add_argument("files", nargs="*", type=Path)
     parser.add_argument("--rows", default="", help="names of rows, or words of their names")
+    parser.add_argument("--machine", default="h200", help="a shipped machine file's name")
     parser.add_argument("--lock")
     parser.add_argument("--out", type=Path)
     chosen = parser.parse_args()
     words = [word for word in chosen.rows.split(",") if word]
     rows = [row for name, row in ROWS.items() if not words or any(word in name for word in words)]
     if chosen.what == "plan":
-        plan(rows)
+        plan(rows, chosen.machine)
         return 0
     if chosen.what == "measure":
         from fxoffload.errors import PlanError
@@ -272,7 +266,7 @@ def main() -> int:
         results = []
         for row in rows:
             try:
-                results.append(measure(row, chosen.lock))
+                results.append(measure(row, chosen.machine, chosen.lock))
             except (PlanError, RuntimeError, ValueError, OSError) as error:  # a row that says what went wrong; the others count
                 results.append({"row": row.name, "error": f"{type(error).__name__}: {error}"})
             print(json.dumps(results[-1]), flush=True)
