@@ -206,7 +206,24 @@ def measure(row: Row, machine_name: str, lock: str | None) -> dict[str, Any]:
             "moved_bytes_per_step": {k: v / (WARM + TIMED) for k, v in model.fxoffload.engine.moved_bytes.items()},
         }
         model.fxoffload.close()
+        torch.cuda.empty_cache()
+        result["link_bytes_per_s"] = link_rates()
     return result
+
+
+def link_rates() -> dict[str, float]:
+    """Bytes per second of long copies of page-locked memory, each way alone and both at once: a row whose copies bind is as far off as this
+    is from what the machine file says."""
+    import torch
+
+    from fxoffload.calibration.bench import Bench
+    from fxoffload.calibration.copies import duplex, transfer
+    from fxoffload.calibration.timing import Deadline, DeviceClock, SynchronousClock
+    from fxoffload.effects import Channel
+
+    bench = Bench(torch.device("cuda"), DeviceClock(), SynchronousClock(), Deadline(time.perf_counter() + 4))
+    rates = {channel.value: transfer(bench, channel, pinned=True)["per_s"] for channel in (Channel.H2D, Channel.D2H)}
+    return {name: float(str(rate)) for name, rate in rates.items()} | duplex(bench)
 
 
 def header() -> dict[str, Any]:
