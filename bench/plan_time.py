@@ -38,6 +38,9 @@ ROWS = {
     "8B-full": Row(32, "all", "bf16", "24GiB"),
     "8B-lora": Row(32, "lora r=16 all-linear", "bf16", "24GiB"),
     "8B-4bit": Row(32, "lora r=16 all-linear", "nf4, double quantization", "12GiB"),
+    # Budgets at which more recipes and resident sets are worth a search than at most others.
+    "8B-lora-20": Row(32, "lora r=16 all-linear", "bf16", "20GiB"),
+    "8B-4bit-16": Row(32, "lora r=16 all-linear", "nf4, double quantization", "16GiB"),
     "80-full": Row(80, "all", "bf16", "48GiB"),
     "80-lora": Row(80, "lora r=16 all-linear", "bf16", "48GiB"),
 }
