@@ -27,7 +27,7 @@ import tempfile
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -35,6 +35,8 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 ROOT = Path(__file__).resolve().parent.parent
 PLANS = ROOT / "bench" / "plans" / "prediction"
 WARM, TIMED = 6, 7
+# Seconds for the rates of each direction of the link.
+_LINK_S = 2.0
 # Llama 3.2's shapes of 1B and 3B.
 WIDTHS = {
     "1B": {"hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32, "head_dim": 64},
@@ -206,14 +208,14 @@ def measure(row: Row, machine_name: str, lock: str | None) -> dict[str, Any]:
             "moved_bytes_per_step": {k: v / (WARM + TIMED) for k, v in model.fxoffload.engine.moved_bytes.items()},
         }
         model.fxoffload.close()
-        torch.cuda.empty_cache()
-        result["link_bytes_per_s"] = link_rates()
     return result
 
 
-def link_rates() -> dict[str, float]:
-    """Bytes per second of long copies of page-locked memory, each way alone and both at once: a row whose copies bind is as far off as this
-    is from what the machine file says."""
+def link_rates(lock: str | None) -> dict[str, float]:
+    """Bytes per second of long copies of page-locked memory, each way alone and both at once, now: what to hold against the machine file's
+    where the rows that copy much are off."""
+    from gpu_core import alone
+
     import torch
 
     from fxoffload.calibration.bench import Bench
@@ -221,9 +223,19 @@ def link_rates() -> dict[str, float]:
     from fxoffload.calibration.timing import Deadline, DeviceClock, SynchronousClock
     from fxoffload.effects import Channel
 
-    bench = Bench(torch.device("cuda"), DeviceClock(), SynchronousClock(), Deadline(time.perf_counter() + 4))
-    rates = {channel.value: transfer(bench, channel, pinned=True)["per_s"] for channel in (Channel.H2D, Channel.D2H)}
-    return {name: float(str(rate)) for name, rate in rates.items()} | duplex(bench)
+    def bench() -> Bench:
+        return Bench(torch.device("cuda"), DeviceClock(), SynchronousClock(), Deadline(time.perf_counter() + _LINK_S))
+
+    with alone(lock):
+        torch.cuda.empty_cache()
+        one_way = {f"{channel.value}_bytes_per_s": transfer(bench(), channel, pinned=True)["per_s"] for channel in (Channel.H2D, Channel.D2H)}
+        return cast("dict[str, float]", one_way) | duplex(bench())
+
+
+def written(path: Path | None, rows: dict[str, Any]) -> None:
+    """Writes the rows with what they were measured with, where they are to be kept."""
+    if path is not None:
+        path.write_text(json.dumps(header() | rows, indent=1) + "\n")
 
 
 def header() -> dict[str, Any]:
@@ -287,8 +299,13 @@ def main() -> int:
             except (PlanError, RuntimeError, ValueError, OSError) as error:  # a row that says what went wrong; the others count
                 results.append({"row": row.name, "error": f"{type(error).__name__}: {error}"})
             print(json.dumps(results[-1]), flush=True)
-            if chosen.out is not None:
-                chosen.out.write_text(json.dumps(header() | {"rows": results}, indent=1) + "\n")
+            written(chosen.out, {"rows": results})
+        if results:  # after the rows are safe: of all of them, beside none
+            link = link_rates(chosen.lock)
+            print(json.dumps(link), flush=True)
+            for result in results:
+                result["link"] = link
+            written(chosen.out, {"rows": results})
         return 1 if any("error" in r for r in results) else 0
     files = [json.loads(file.read_text()) for file in chosen.files]
     read = sorted((row for file in files for row in file["rows"]), key=lambda row: list(ROWS).index(row["row"]))

@@ -52,7 +52,7 @@ def _keep_survivors(phase: str, collection: Mapping[str, int]) -> None:
 
 _entered: list[_Rest] = []
 # Objects that are made before young ones are looked at, where Python says 700: some hundred megabytes. Most of what a search makes lives as
-# long as the search; to walk it twice takes a twelfth of the time of one.
+# long as the search: of one of 7.6 s collections took 0.9 s at 200,000, because its objects were walked twice, and 0.46 s at this.
 _YOUNG = 1_000_000
 # Python 3.12 starts with some hundred objects frozen; a caller who freezes his heap has hundreds of thousands.
 _FROZEN_AT_START = 10_000

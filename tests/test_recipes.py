@@ -35,6 +35,31 @@ def test_nothing_is_beside_what_is_in_all_blocks_or_has_no_eighth() -> None:
     assert beside(Recipe("all"), [Recipe("all"), Recipe("costly")]) == []
 
 
+@pytest.mark.parametrize(("is_near", "fastest", "blocks"), [
+    (False, 32, [24, 16, 8]),  # three quarters first, the others only where that is faster
+    (True, 32, [16, 8, 24]),
+    (True, 16, [16, 8, 24, 20, 12]),
+    (True, 8, [16, 8, 12, 4]),  # three quarters lie beyond what is slower already
+    (False, 24, [24, 16, 8, 28, 20]),
+])
+def test_parts_of_the_blocks_are_tried_from_half_down_where_the_best_step_is_near_its_bound(
+    is_near: bool, fastest: int, blocks: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ladder, "recipes", lambda _: ordered(32))
+    monkeypatch.setattr(ladder.Search, "_nears_its_bound", lambda *_: is_near)
+    search = ladder.Search(mock.Mock(), frozenset())
+    search.__dict__["_effort"] = ladder._EFFORTS[-1]
+    tried = []
+    for way in search._ways(0):
+        for recipe in way:
+            tried.append(recipe)
+            if search.best is None or recipe == Recipe("blocks", fastest, MIDDLE):
+                search.best = mock.Mock()
+                search.best.recomputation.recipe = recipe
+    assert tried[0] == Recipe("blocks", 32, MIDDLE)
+    assert [one.blocks for one in tried if one.keep == "blocks" and one.price == MIDDLE][1:] == blocks
+
+
 @pytest.mark.slow
 def test_a_step_of_8b_is_faster_for_recipes_beside() -> None:
     config = transformers.LlamaConfig(
