@@ -207,8 +207,22 @@ def measure(row: Row, machine_name: str, lock: str | None) -> dict[str, Any]:
             "replays": [graph.replays for graph in known.graphs.values()],
             "moved_bytes_per_step": {k: v / (WARM + TIMED) for k, v in model.fxoffload.engine.moved_bytes.items()},
         }
+        result["observed"] = observed(model.fxoffload)
         model.fxoffload.close()
     return result
+
+
+def observed(session: Any) -> dict[str, Any]:
+    """What copies of the model's own memory took beside the machine file's seconds, all else too, and what the plan would have been
+    predicted to take had the file said so of copies."""
+    from fxoffload.observation import Trained, with_slower_copies
+
+    seen = session.observe()
+    graph = Trained.of(session, session.trained)
+    return {
+        "channel_factors": {channel.value: factor for channel, factor in seen.channel_factors.items()}, "compute_factor": seen.compute_factor,
+        "step_s": seen.step_s, "predicted_with_such_copies_s": graph.step_s(with_slower_copies(session.machine, seen.channel_factors), graph.bounds),
+    }
 
 
 def link_rates(lock: str | None) -> dict[str, float]:

@@ -23,10 +23,11 @@ from .machine import Machine, load_machine, machine_for, shipped_machines
 from .optimizer_states import optimizer_states
 from .pins import Pin
 from .plans import Plan
-from .router import DIMENSIONS
+from .router import DIMENSIONS, Sample
 from .session import Options, Session
 from .sharing import shared_outside
 from .sizes import parse_budget, parse_bytes
+from .start import start
 from .swapped import HOME
 
 
@@ -81,17 +82,7 @@ def compile(
         dump_dir=None if dump_dir is None else Path(dump_dir), cache_dir=None if cache_dir is None else Path(cache_dir),
         max_shape=_shape_maxima(max_shape), pins=_pins(pins), states=optimizer_states(optimizer),
     )
-    samples = _samples(model, batch, replan)
-    with ExitStack() as undo:
-        session = Session(model, options, chosen, given)
-        undo.callback(session.close)
-        session.places.settle_constants()
-        with heap_at_rest():
-            for args, kwargs in samples:
-                session.router.capture(args, kwargs)
-            session.litter.sweep()
-        session.settle()
-        undo.pop_all()
+    start(model, _samples(model, batch, replan), options, chosen, given)
     return model
 
 
@@ -247,12 +238,12 @@ def with_index(name: str | torch.device) -> torch.device:
         raise ValueError(f"device: {str(device)!r} is not available: {str(error).splitlines()[0]}") from None
 
 
-def _samples(model: nn.Module, batch: Any, replan: bool) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+def _samples(model: nn.Module, batch: Any, replan: bool) -> list[Sample]:
     """The calls to be captured: of text alone for a model with a vision tower, one with synthetic images before it. It needs more, and
     where parameters reside is decided once."""
-    given = as_call(batch)
+    given = Sample(*as_call(batch))
     pictured = with_images(model, batch)
-    return [as_call(pictured), given] if pictured is not batch and replan else [given]
+    return [Sample(*as_call(pictured)), given] if pictured is not batch and replan else [given]
 
 
 def _machine(machine: Machine | str | Path | None, plan: Plan | None, device: torch.device) -> Machine:

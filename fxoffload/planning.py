@@ -42,8 +42,8 @@ from .pins import PARAMETER_PLACES, VALUE_PLACES, Pin, idle_pins, pinned_names
 from .pipeline import Context
 from .planner import TRAINED_SHARE, USER_SCALAR_BYTES, Parameter, Problem, Searches, Solution, outside_bytes, place_parameters, solve
 from .places import named_constants, named_weights
-from .plans import GraphPlan, Plan, Prediction, Reside, SwapOut, neighbours, plan_from, versions_here
-from .reorder import is_readable, solve_reordered, whole_losses
+from .plans import Decision, GraphPlan, Plan, Prediction, Reside, SwapOut, neighbours, plan_from, versions_here
+from .reorder import is_readable, solve_in_form, solve_reordered, whole_losses
 from .replays import obstacle, recorded, replaying
 from .runtime.slabs import whole_pages
 from .simulate import simulate
@@ -97,6 +97,7 @@ class Planning:
     accumulates: bool = False
     neighbours: tuple[str, ...] | None = None
     searches: Searches | None = None
+    form: tuple[Decision, ...] | None = None
     _host_limit: int | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
@@ -448,7 +449,8 @@ class Planning:
 
     def _solution(self, problem: Problem) -> Solution:
         if self.numerics == "reordered":
-            return solve_looked_up(problem, solve_reordered)
+            solve_all = solve_reordered if self.form is None else functools.partial(solve_in_form, form=self.form)
+            return solve_looked_up(problem, solve_all)
         return solve_looked_up(problem, functools.partial(solve, known=self.searches), self.searches)
 
     def _recorded(self, problem: Problem) -> Problem:

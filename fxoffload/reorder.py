@@ -51,6 +51,19 @@ def solve_reordered(problem: Problem) -> Solution:
     return found
 
 
+def solve_in_form(problem: Problem, form: tuple[Decision, ...]) -> Solution:
+    """The Solution with these Defer and Chunk decisions and no others: every result is rounded as by another plan with them. Raises PlanError
+    when none fits."""
+    variant = _Variant((), problem)
+    for kinds, rewrites in ((Defer, ("defer-outputs",)), (Chunk, ("chunk-loss", "chunk-rows"))):
+        variant = next(_applied(variant, tuple(d for d in form if isinstance(d, kinds)), *rewrites), variant)
+    with heap_at_rest():
+        found, refused = _best([variant])
+    if found is None:
+        raise refused[0]
+    return found
+
+
 def is_readable(problem: Problem, solution: Solution) -> bool:
     """Whether the budget has room for what metrics make of the outputs, beside them and what resides."""
     bounds, budget = problem.context.bounds, problem.context.device_budget_bytes

@@ -76,9 +76,29 @@ class Call:
     look: transformers.Look
 
 
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A call that can be captured again: its arguments, and the autocast it was made under, None for that of now."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    autocast: AutocastState | None = None
+
+    @staticmethod
+    def of(call: Call, device: torch.device) -> Sample:
+        """A call that is made now, with copies of its tensors on the host."""
+        args, kwargs = pytree.tree_map_only(torch.Tensor, _copied_to_host, (call.args, call.kwargs))
+        return Sample(args, kwargs, AutocastState.of(device.type))
+
+    def entered(self) -> contextlib.AbstractContextManager[Any]:
+        """Inside, autocast is as it was."""
+        return contextlib.nullcontext() if self.autocast is None else self.autocast.enter()
+
+
 @dataclass(slots=True)
 class Router:
-    """See the module. `scope`: the traced function's locals of the call at work; `maxima`: the shapes it is planned for.
+    """See the module. `scope`: the traced function's locals of the call at work; `maxima`: the shapes it is planned for; `met`:
+    those that were met before the first capture.
 
     `captures`: graphs captured so far; `functions`: what is captured as ops of ours.
     """
@@ -86,6 +106,7 @@ class Router:
     session: Session
     scope: dict[str, object] = field(default_factory=dict)
     maxima: dict[str, Shape] = field(default_factory=dict)
+    met: dict[str, Shape] = field(default_factory=dict)
     dry: DryRun = field(default_factory=DryRun)
     shadows: bool = True
     generations: list[Generation] = field(default_factory=list)
@@ -103,6 +124,8 @@ class Router:
         if _is_free_form(kwargs):
             return self.free_form(self.session.model, args, kwargs)
         call = self._prepared(args, kwargs)
+        if torch.is_grad_enabled() and not self.dry.on:
+            self.session.clock.begin(tuple((name, tuple(tensor.shape)) for name, tensor in call.batch))
         out, lazy = self._run(call)
         by_rows = self.session.options.numerics == "reordered"
         return with_lazy_outputs(out, lazy, by_rows) if lazy is not None and has_shadows(out) else out
@@ -117,6 +140,22 @@ class Router:
         finally:
             self.dry.on = False
         raise PlanError("the sample call ran without a captured graph: the model computes nothing with its parameters")
+
+    def capture_again(self, sample: Sample) -> None:
+        """As `capture`, whatever has been captured, for the largest shapes met."""
+        known, self.generations, self.met = self.generations, [], self.largest
+        try:
+            with sample.entered():
+                self.capture(sample.args, sample.kwargs)
+        finally:
+            for generation in self.generations:
+                generation.step.forget()
+            self.generations = known
+
+    @property
+    def largest(self) -> dict[str, Shape]:
+        """The shapes that the next capture of the step is planned for at least."""
+        return dict(self.generations[-1].maxima) if self.generations else dict(self.met)
 
     def free_form(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """`module`'s own forward, each parameter copied to the device where it is read: generation and calls of inner models."""
@@ -193,7 +232,10 @@ class Router:
             lazy = LazyCall(self, call, drawn, walk) if lazily else None
             generation = self._generation(self.generations, call.batch, self._step_function)
             scope = {"module": self.session.model, "args": call.args, "kwargs": call.kwargs}
-            return self._stepped(self.generations, generation, scope, walk), lazy
+            try:
+                return self._stepped(self.generations, generation, scope, walk), lazy
+            finally:
+                self.session.note_sample(call)
 
     def _stepped(self, generations: list[Generation], generation: Generation, scope: dict[str, object], walk: Walk) -> Any:
         """What the generation's function gives for its arguments, `scope`. A new one joins the generations when it is captured."""
@@ -270,7 +312,7 @@ class Router:
             if generation.covers(batch):
                 _learn(generation.maxima, batch, declared)
                 return generation
-        maxima = dict(most) if most is not None else dict(generations[-1].maxima) if generations and not is_exact else {}
+        maxima = dict(most) if most is not None else {} if is_exact else self.largest
         _learn(maxima, batch, declared)
         self.functions = launching_functions()
         return Generation(maxima, CompiledStep(function(), self.session.backend), is_exact)
@@ -337,6 +379,10 @@ class AutocastState:
     def enter(self) -> torch.autocast:
         """The context that makes it so again."""
         return torch.autocast(self.device_type, dtype=self.dtype, enabled=self.enabled)
+
+
+def _copied_to_host(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to("cpu", copy=True).requires_grad_(tensor.requires_grad)
 
 
 def _step_function(outputs: str, shadows: bool) -> Callable[..., Any]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 import weakref
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.fx as fx
@@ -19,8 +19,9 @@ from .captured_step import CapturedStep
 from .compile_cache.files import Files
 from .compile_cache.store import CompileCache, Restoring, Storing
 from .dispatch import settle_order
+from .errors import PlanError
 from .footprint import Footprint
-from .graph import Role, name_of, output_of, returned, root_of
+from .graph import Role, border_of, name_of, output_of, returned, root_of
 from .heads import find_heads
 from .heap import Litter, heap_at_rest
 from .integrations import transformers
@@ -34,7 +35,7 @@ from .plans import Defer, Plan
 from .outputs import Writes, returns_shadows
 from .places import Places, moves_in_place
 from .reads import LeftOut, Reads
-from .router import CaptureComplete, Recapture, Router
+from .router import Call, CaptureComplete, Recapture, Router, Sample
 from .runtime.allocator import Cap, meter_for
 from .runtime.begun import Pair
 from .runtime.device_arena import DeviceArena, for_device
@@ -45,9 +46,13 @@ from .runtime.replay import End
 from .runtime.room import Room
 from .runtime.transfers import engine_for
 from .split import split
+from .step_clock import StepClock
 from .study import Study
 from .swapped import ClassSwap, Home
 from .torch_compat import WeakBackend, allow_second_backward, aot_backend, written_inputs
+
+if TYPE_CHECKING:
+    from .observation import Observation
 
 log = logging.getLogger("fxoffload")
 
@@ -98,6 +103,10 @@ class Session:
         self.model, self.options, self.machine = model, options, machine
         self.graphs: dict[str, fx.Graph] = {}
         self.captured: CapturedStep | None = None
+        # By label of the graphs that train, a call that runs each; the graph that has none yet.
+        self.samples: dict[str, Sample] = {}
+        self._unsampled: str | None = None
+        self._captures_only = options.planning_only
         self.closed = False
         self.litter = Litter()
         settle_order(options.device)
@@ -123,6 +132,7 @@ class Session:
         self.meter = None if options.planning_only else meter_for(options.device, self.memory)
         self.arena = DeviceArena(options.device) if Footprint.planned(machine).by_offsets and self.meter is None else None
         self.recordings = recordings_for(options.device, self.engine, self.arena)
+        self.clock = StepClock(options.device)
         self.cap = Cap(options.device, options.device_budget_bytes)
         # Last: what can be refused is refused above, before the model is touched.
         if hasattr(model, "config"):
@@ -155,7 +165,7 @@ class Session:
         neutralize(gm.graph)
         gm.recompile()
         through = self._through_autograd
-        run = through(gm, example_inputs) if self.cache is None else self.cache.compiled(self, gm, example_inputs, through)
+        run = through(gm, example_inputs) if self.cache is None or self._captures_only else self.cache.compiled(self, gm, example_inputs, through)
         self.places.reside(self.planning.resident or frozenset())
         return run
 
@@ -194,9 +204,13 @@ class Session:
             if known is not None and not known.accumulates and any(p is not None and p.grad is not None for p in (r() for r in trained)):
                 known.accumulate()
 
+        clock, whole = self.clock, output_of(gm.graph).meta[_WHOLE].meta
+
         def noticing(arguments: list[Any]) -> Any:
             notice()
-            return run(arguments)
+            gradients = run(arguments)
+            clock.end(whole[text.LABEL])
+            return gradients
 
         output_of(gm.graph).meta[_PAIR].notice = notice
 
@@ -260,7 +274,7 @@ class Session:
         return self.meter.watched(compile_eager(graph, self.engine, end, self.meter.observe), graph)
 
     def _lower(self, graph: fx.Graph) -> fx.Graph:
-        if self.options.planning_only:
+        if self._captures_only:
             self.captured = CapturedStep.of(graph, self.router.maxima)
             raise CaptureComplete  # nothing will run: neither code nor guards are made
         with heap_at_rest():
@@ -283,6 +297,8 @@ class Session:
 
     def _keep(self, label: str, lowered: fx.Graph) -> None:
         self.graphs[label] = lowered
+        if border_of(lowered) is not None and self.options.replan:
+            self._unsampled = label
         assert self.plan is not None
         known = next(one for one in self.plan.graphs.values() if one.label == label)
         meta = output_of(lowered).meta
@@ -300,6 +316,38 @@ class Session:
             label, lowered = self.planning.lower(self.captured)
         self.graphs[label] = lowered
 
+    def note_sample(self, call: Call) -> None:
+        """A call has been made: if a graph that trains was captured of it, it is kept to be captured again."""
+        if self._unsampled is not None:
+            self.samples[self._unsampled] = Sample.of(call, self.options.device)
+            self._unsampled = None
+
+    @property
+    def trained(self) -> str:
+        """The label of the graph that trained last; before the first step, of the one that will. Raises PlanError where there is none."""
+        label = self.clock.label or next(reversed(self.samples), None)
+        if label is None:
+            raise PlanError("no training step was planned")
+        return label
+
+    def captured_again(self, label: str) -> CapturedStep:
+        """The step that the graph `label` was lowered from, at the largest shapes met. Once lowered it is no longer what it was, so it is
+        captured anew. Raises PlanError where the model has changed since."""
+        assert self.plan is not None
+        self._captures_only = True
+        try:
+            with torch.enable_grad():
+                self.router.capture_again(self.samples[label])
+            self.litter.sweep()
+            captured = self.captured
+        finally:
+            self._captures_only, self.captured = self.options.planning_only, None
+        assert captured is not None, "nothing was captured"
+        captured = captured.for_executor(self.options.executor)
+        if captured.fingerprint not in self.plan.graphs or self.plan.graphs[captured.fingerprint].label != label:
+            raise PlanError(f"{label}: the model has changed since its step was planned")
+        return captured
+
     @property
     def study(self) -> Study:
         """What was captured, to be planned again."""
@@ -315,6 +363,25 @@ class Session:
     def plan(self) -> Plan | None:
         """The Plan so far: one GraphPlan per graph met."""
         return self.planning.plan
+
+    def observe(self) -> Observation:
+        """What the last training steps and copies of the model's own memory took, beside what was predicted, and the machine that says so: for
+        `replan`, or to be looked at. Call it between two steps. Raises PlanError where fewer than five of the last steps were
+        of one shape."""
+        from .observation import observe
+
+        return observe(self)
+
+    def replan(self, machine: Machine | None = None) -> bool:
+        """Plans the training step anew on a machine, by default the observed one, and compiles the model by the new plan where that is predicted
+        to be at least 2 % faster there than the plan it has: True then, and `model.fxoffload` is another Session.
+
+        To be called between two steps. Results stay what they are: logits are in as many chunks, and trained parameters where they
+        were, with the states of their optimizer. Raises PlanError with replan=False, and where `observe` does.
+        """
+        from .observation import replan
+
+        return replan(self, machine)
 
     def report(self, path: str | Path) -> None:
         """Writes the page of every graph so far: memory timeline, channels, decisions."""
@@ -352,6 +419,7 @@ class Session:
         self.places.restore()
         self.cap.lift()
         self.graphs.clear()
+        self.samples.clear()
         if self.recordings is not None:
             self.recordings.release()
         if self.arena is not None:

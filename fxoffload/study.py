@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from glob import escape
 
 from .captured_step import CapturedStep
 from .errors import PlanError
 from .heap import heap_at_rest
 from .machine import Machine
+from .pins import Pin
+from .places import named_weights
 from .planner import Searches
 from .planning import Budgets, Planning
-from .plans import Plan
+from .plans import Decision, Plan
 from .rates import Curve
 from .reasons import Gain
 
@@ -34,6 +37,18 @@ class Study:
     def plan(self, budgets: Budgets | None = None, machine: Machine | None = None) -> Plan:
         """The plan under other Budgets or on another Machine, made and not applied. Raises PlanError when there is none."""
         return self._planned(budgets, machine)[0]
+
+    def anew(self, machine: Machine, form: tuple[Decision, ...]) -> Plan:
+        """The plan on another Machine that leaves every result what it is: with the same Defer and Chunk decisions, and each trained parameter
+        where it is, beside its optimizer's states. Raises PlanError when there is none."""
+        planning = self.planning
+        resident = planning.resident or frozenset()
+        trained = [name for name, p in named_weights(planning.model) if p.requires_grad]
+        stay = tuple(Pin(escape(name), "device" if name in resident else planning.homes[name].value) for name in trained)
+        with heap_at_rest():
+            return replace(
+                planning, plan=None, resident=None, disk_file_bytes=0, dump_dir=None, machine=machine, neighbours=None, form=form,
+                pins=(*planning.pins, *stay), searches=None).decide(self.captured)
 
     def gains(self, plan: Plan) -> tuple[Gain, ...]:
         """What one more GiB of device memory, of host memory where it is limited, and one more GB/s to the device make of the step.

@@ -107,7 +107,7 @@ class DeviceArena:
     def take(self, room: Room | None = None) -> bool:
         """True when a step may begin to use the arena: nothing looks into it. It has what `room` says then, without one what the largest
         graph needs."""
-        if self._is_used():
+        if self.is_used:
             return False
         if not self.suits(room):
             self._move(self.n_bytes if room is None else min(self.n_bytes, room.most_arena_bytes))
@@ -116,13 +116,15 @@ class DeviceArena:
 
     def suits(self, room: Room | None) -> bool:
         """Whether a step of that room can begin in the arena as it is."""
-        if self._storage is None or self._n_mapped < len(self._aliases) or self._is_used():
+        if self._storage is None or self._n_mapped < len(self._aliases) or self.is_used:
             return False
         if room is None:
             return self._held_bytes >= self.n_bytes
         return room.arena_bytes <= self._held_bytes <= room.most_arena_bytes
 
-    def _is_used(self) -> bool:
+    @property
+    def is_used(self) -> bool:
+        """Whether something looks into it."""
         return self._storage is not None and torch._C._storage_Use_Count(self._storage._cdata) > 1 + len(self._lasting)
 
     def _move(self, n_bytes: int) -> None:
