@@ -31,6 +31,8 @@ from fxoffload.observation import with_slower_copies
 from fxoffload.sizes import parse_bytes
 
 STEPS = 9
+# Plans that are trained with, at most.
+TURNS = 2
 
 
 def row_of(name: str) -> prediction.Row:
@@ -57,7 +59,7 @@ def steps(model: Any, optimizer: torch.optim.Optimizer, ids: torch.Tensor) -> tu
 
 
 def measured(row: prediction.Row, copies: float, named: str | None, device: str, lock: str | None) -> dict[str, Any]:
-    """The row's steps before and after it is planned anew, twice: what it is told to be observed a second time, too."""
+    """The row's steps before it is planned anew and, if the new plan was taken, after, each observed."""
     budget, card = parse_bytes(row.budget), device == "cuda"
     ids = torch.randint(0, 128256, row.shape, generator=torch.Generator().manual_seed(0))
     own = load_machine(named) if named is not None else machine_for(torch.device(device))
@@ -71,37 +73,33 @@ def measured(row: prediction.Row, copies: float, named: str | None, device: str,
         fxoffload.compile(model, {"input_ids": ids, "labels": ids}, device=device, device_budget=budget, machine=told)
         compiled_s = time.perf_counter() - started
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4)
-    there, turns, losses = ids.to(device), [], []
-    with alone(lock):
-        if card:
-            torch.cuda.reset_peak_memory_stats()
-        for _ in range(2):
+    there, turns, losses, taken = ids.to(device), [], [], True
+    if card:
+        torch.cuda.reset_peak_memory_stats()
+    while taken and len(turns) < TURNS:
+        with alone(lock):
             seconds, found = steps(model, optimizer, there)
-            losses += found
             started = time.perf_counter()
             seen = model.fxoffload.observe()
             observed_s, plan = time.perf_counter() - started, model.fxoffload.plan
-            started = time.perf_counter()
-            taken = model.fxoffload.replan(seen.machine)
-            turns.append({
-                "planned_s": plan.predicted.step_s, "measured_s": statistics.median(seconds[-5:]), "all_s": seconds, "decisions": plan.count(),
-                "observed": str(seen), "observed_s": seen.step_s, "predicted_s": seen.predicted_s,
-                "channel_factors": {channel.value: factor for channel, factor in seen.channel_factors.items()},
-                "compute_factor": seen.compute_factor, "taken": taken, "seconds_to_observe": observed_s,
-                "seconds_to_replan": time.perf_counter() - started,
-            })
-            print(json.dumps(turns[-1]), flush=True)
-            if not taken:
-                break
-        else:
-            seconds, found = steps(model, optimizer, there)
-            losses += found
-            turns.append({"planned_s": model.fxoffload.plan.predicted.step_s, "measured_s": statistics.median(seconds[-5:]), "all_s": seconds})
-        result = {
-            "row": row.name, "copies": copies, "machine": own.name, "budget_bytes": budget, "compile_s": compiled_s, "turns": turns, "losses": losses,
-            "reserved_bytes": torch.cuda.max_memory_reserved() if card else None,
-            "allocator_retries": torch.cuda.memory_stats()["num_alloc_retries"] if card else None,
-        }
+        losses += found
+        turns.append({
+            "planned_s": plan.predicted.step_s, "measured_s": statistics.median(seconds[-5:]), "all_s": seconds, "decisions": plan.count(),
+            "observed": str(seen), "observed_s": seen.step_s, "predicted_s": seen.predicted_s,
+            "channel_factors": {channel.value: factor for channel, factor in seen.channel_factors.items()},
+            "compute_factor": seen.compute_factor, "seconds_to_observe": observed_s,
+        })
+        if len(turns) < TURNS:
+            with alone(lock, others=True):
+                started = time.perf_counter()
+                taken = model.fxoffload.replan(seen.machine)
+                turns[-1] |= {"taken": taken, "seconds_to_replan": time.perf_counter() - started}
+        print(json.dumps(turns[-1]), flush=True)
+    result = {
+        "row": row.name, "copies": copies, "machine": own.name, "budget_bytes": budget, "compile_s": compiled_s, "turns": turns, "losses": losses,
+        "reserved_bytes": torch.cuda.max_memory_reserved() if card else None,
+        "allocator_retries": torch.cuda.memory_stats()["num_alloc_retries"] if card else None,
+    }
     model.fxoffload.close()
     return result
 

@@ -27,7 +27,7 @@ def ours(task: Task, *, numerics: str, executor: str = "eager", liger: bool = Fa
     model: Any = task.adapted(base)
     started = time.perf_counter()
     fxoffload.compile(
-        model, task.batch("cpu"), device=task.device, device_budget=_budget(task), numerics=numerics, executor=executor,
+        model, task.batch("cpu"), device=task.device, device_budget=_budget(task), host_budget=task.row.host_bytes, numerics=numerics, executor=executor,
         optimizer="adamw_torch_fused", dynamic=False)
     compile_s = time.perf_counter() - started
     n_steps = 0

@@ -19,7 +19,8 @@ DEEPCOMPILE = ("deepcompile", "deepcompile-offload-activation", "deepcompile-off
 @dataclass(frozen=True, slots=True)
 class Row:
     """`peers`: who runs it when none is named; "@none" behind a peer's name: without the cap. `cap_bytes` None: no cap for anybody.
-    `warm`, `timed`: steps before the clock starts (some peers take more), and those whose median counts."""
+    `warm`, `timed`: steps before the clock starts (some peers take more), and those whose median counts. `host_bytes`: our host budget; None is what
+    is free when a run starts, which depends on what runs beside it."""
 
     name: str
     shape: str
@@ -30,6 +31,7 @@ class Row:
     peers: tuple[str, ...]
     warm: int = 4
     timed: int = 7
+    host_bytes: int | None = None
 
     @property
     def tokens(self) -> int:
@@ -42,7 +44,7 @@ class Row:
     @property
     def tiny(self) -> Row:
         """The same of two narrow layers and 2 x 32 tokens, which any CPU runs."""
-        return replace(self, shape="tiny-qwen3" if self.shape == "32B" else "tiny-llama", batch=2, length=32)
+        return replace(self, shape="tiny-qwen3" if self.shape == "32B" else "tiny-llama", batch=2, length=32, host_bytes=None)
 
 
 _L1 = Row("L1", "8B", "lora", 4, 2048, 24 * GIB, (*OURS, "fxoffload-liger", *RESIDENT, *STREAMED, *DEEPCOMPILE))
@@ -57,7 +59,7 @@ ROWS: Mapping[str, Row] = {row.name: row for row in (
         timed=5),
     Row("L4", "8B", "lora", 1, 512, None, (*OURS, "plain", "compile", "compile-cudagraphs", "liger"), warm=8, timed=20),
     Row("L5-16k", "8B", "lora", 1, 16384, 24 * GIB, _LONG, timed=5),
-    Row("L5-64k", "8B", "lora", 1, 65536, 24 * GIB, _LONG, warm=3, timed=5),
+    Row("L5-64k", "8B", "lora", 1, 65536, 24 * GIB, _LONG, warm=3, timed=5, host_bytes=80 * GIB),
     Row("F1", "3B", "full", 4, 2048, 24 * GIB, (*OURS, "liger-checkpoint", "liger-tuned", "fsdp2", "fsdp2-liger", "fsdp2-liger-tuned", "zero3",
                                                 "zero3-liger", "deepcompile-offload-parameters", "liger@none"), timed=5),
 )}
