@@ -374,7 +374,7 @@ class Session:
 
     def replan(self, machine: Machine | None = None) -> bool:
         """Plans the training step anew on a machine, by default the observed one, and compiles the model by the new plan where that is predicted
-        to be at least 2 % faster there than the plan it has: True then, and `model.fxoffload` is another Session.
+        to be at least 5 % faster there than the plan it has: True then, and `model.fxoffload` is another Session.
 
         To be called between two steps. Results stay what they are: logits are in as many chunks, and trained parameters where they
         were, with the states of their optimizer. Raises PlanError with replan=False, and where `observe` does.
