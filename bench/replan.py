@@ -6,8 +6,8 @@
 
 `--copies`: how many times as long copies take by the machine file that the first plan is made for as by the card's own; `--machine`: the
 card's own, by default what compile would take. A row is a size, what is trained, a shape and a budget as in `prediction.py`. Steps train:
-the same batch, AdamW, in a hard cap of the budget, eagerly and bitwise: losses of all runs of a row on one card differ by what attention's
-backward, which sums in any order on a card, leaves between two runs of one plan. Seconds are of forward and backward.
+the same batch, AdamW, in a hard cap of the budget, eagerly and bitwise. Algorithms are not made deterministic, so losses of runs of a row need not be
+equal on a card (`test_observation.py` holds a re-plan to the bit); how far apart they are is in the joined file. Seconds are of forward and backward.
 """
 
 from __future__ import annotations
