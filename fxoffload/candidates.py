@@ -56,7 +56,8 @@ class Recipe:
 class Recomputation:
     """A recipe applied: the decisions, the schedule of the graph they give, and what bounds its seconds whatever resides.
 
-    `must`: what resides at least, with its ground; `grounds`, `gaps`, `outside`, `least`: of each resident set that was asked for.
+    `rates`: whatever resides (`rates_with`). `must`: what resides at least, with its ground; `grounds`, `gaps`, `outside`, `least`, `priced`: of
+    each resident set that was asked for.
     """
 
     recipe: Recipe
@@ -69,6 +70,13 @@ class Recomputation:
     gaps: dict[frozenset[str], Gaps] = field(default_factory=dict)
     outside: dict[frozenset[str], int] = field(default_factory=dict)
     least: dict[frozenset[str], int] = field(default_factory=dict)
+    priced: dict[frozenset[str], Rates] = field(default_factory=dict)
+
+    def rates_with(self, resident: frozenset[str]) -> Rates:
+        """The rates beside the resident set, made once."""
+        if resident not in self.priced:
+            self.priced[resident] = self.rates.with_residents(resident)
+        return self.priced[resident]
 
     def ground(self, resident: frozenset[str]) -> Ground:
         """The Ground of the resident set, made once."""
@@ -194,16 +202,47 @@ def swept(problem: Problem, recomputation: Recomputation, trained: frozenset[str
     worse, before = 0, float("inf")
     every = list(residencies(problem, trained))
     for resident in every:
-        if resident != every[-1] and recomputation.is_short(problem, resident, _live_bytes(problem, recomputation, resident, budget_bytes)):
-            continue
-        candidate = _with_slack(problem, recomputation, resident, budget_bytes, resident == every[-1])
-        if candidate.found.shortfall_bytes and resident != every[-1]:
+        candidate = _fitting(problem, recomputation, resident, budget_bytes, resident == every[-1])
+        if candidate is None:
             continue
         yield candidate
         worse = worse + 1 if candidate.step_s >= before else 0
         before = candidate.step_s
         if worse == 2 or not candidate.found.loads:
             break
+
+
+def swept_near(problem: Problem, recomputation: Recomputation, trained: frozenset[str], budget_bytes: int, near: frozenset[str] | None) -> Iterator[Candidate]:
+    """Candidates with the resident set `near`, the fastest of another recipe, or the largest, then with fewer and fewer bytes resident as long
+    as that is faster, and with more and more from the one that has fewest: between all and none resident there may be slower ones than both. Of
+    those that do not fit only the one with the fewest."""
+    every = list(residencies(problem, trained))
+    tried: dict[frozenset[str], Candidate] = {}
+
+    def while_faster(sets: Sequence[frozenset[str]]) -> None:
+        before = float("inf")
+        for resident in sets:
+            if resident not in tried:
+                candidate = _fitting(problem, recomputation, resident, budget_bytes, resident == every[-1])
+                if candidate is None:
+                    continue
+                tried[resident] = candidate
+            if tried[resident].step_s >= before:
+                return
+            before = tried[resident].step_s
+
+    while_faster(every[every.index(near) if near is not None else 0 :])
+    if all(candidate.found.loads for candidate in tried.values()):
+        while_faster(every[::-1])
+    yield from tried.values()
+
+
+def _fitting(problem: Problem, recomputation: Recomputation, resident: frozenset[str], budget_bytes: int | None, least: bool) -> Candidate | None:
+    """The candidate with that resident set; None where it does not fit, unless it is the `least` one."""
+    if not least and recomputation.is_short(problem, resident, _live_bytes(problem, recomputation, resident, budget_bytes)):
+        return None
+    candidate = _with_slack(problem, recomputation, resident, budget_bytes, least)
+    return candidate if least or not candidate.found.shortfall_bytes else None
 
 
 def refined(problem: Problem, best: Candidate, trained: frozenset[str], budget_bytes: int, packs: bool) -> Iterator[Candidate]:
@@ -284,7 +323,7 @@ def packed_as(problem: Problem, recomputation: Recomputation, resident: frozense
     """The candidate that stays in exactly the `kept` gaps; none where copies under way leave it no room."""
     room, schedule = room_of(problem, recomputation, resident, budget_bytes), recomputation.schedule
     found = gaps_of(problem, recomputation, resident).laid_out(kept, room)
-    candidate = priced(problem, recomputation, resident, overlapped(schedule, found, room, recomputation.rates))
+    candidate = priced(problem, recomputation, resident, overlapped(schedule, found, room, recomputation.rates_with(resident)))
     if candidate.live_bytes <= problem.footprint.live_bytes(budget_bytes):
         yield candidate
 
@@ -306,7 +345,7 @@ def gaps_of(problem: Problem, recomputation: Recomputation, resident: frozenset[
 
 def _with_exposed(problem: Problem, best: Candidate) -> Iterator[frozenset[str]]:
     """The residents and the frozen parameters that are waited for longest per byte: the first of them, and all."""
-    stalls = stalls_s(best.schedule, best.found, best.recomputation.rates)
+    stalls = stalls_s(best.schedule, best.found, best.recomputation.rates_with(best.resident))
     free = free_names(problem)
     exposed = sorted((s for s in stalls if s.name in free), key=lambda s: (-stalls[s] / s.n_bytes, s.name))
     for n in sorted({min(1, len(exposed)), len(exposed)} - {0}):
@@ -336,7 +375,7 @@ def scanned(problem: Problem, recomputation: Recomputation, resident: frozenset[
             to_the_end: bool = True) -> Candidate:
     """The candidate under a device budget, all memory where None; infinitely slow when it does not fit, and scanned no further then where
     there is slack or it is not `to_the_end`."""
-    context, schedule, rates = problem.context, recomputation.schedule, recomputation.rates
+    context, schedule, rates = problem.context, recomputation.schedule, recomputation.rates_with(resident)
     outside, ground = recomputation.outside_bytes(problem, resident), recomputation.ground(resident)
     live = None if budget_bytes is None else _live_bytes(problem, recomputation, resident, budget_bytes)
     slack = 0 if live is None else int(live * slack_share)
@@ -362,7 +401,7 @@ def priced(problem: Problem, recomputation: Recomputation, resident: frozenset[s
     outside = recomputation.outside_bytes(problem, resident)
     # Buckets stay below the peak that is there without.
     taken = outside + recomputation.ground(resident).fixed_bytes + int(used.max(initial=0))
-    return Candidate(recomputation, resident, outside, single, found, schedule_s(schedule, found, recomputation.rates), taken)
+    return Candidate(recomputation, resident, outside, single, found, schedule_s(schedule, found, recomputation.rates_with(resident)), taken)
 
 
 def settled(problem: Problem, candidate: Candidate, budget_bytes: int) -> Candidate:
@@ -376,7 +415,7 @@ def completed(problem: Problem, candidate: Candidate, budget_bytes: int, most_by
     """The candidate with what else `budget_bytes` has room for, of what `most_bytes`, the largest budget it is asked for, has: never
     slower, and what is left in buckets stays there."""
     found, resident, live_bytes = _filled(problem, candidate, candidate.found, budget_bytes, most_bytes)
-    step_s = schedule_s(candidate.schedule, found, candidate.recomputation.rates)
+    step_s = schedule_s(candidate.schedule, found, candidate.recomputation.rates_with(resident))
     return replace(candidate, resident=resident, single=found, found=found, step_s=step_s, live_bytes=live_bytes)
 
 

@@ -57,7 +57,7 @@ class _Climb:
         self.now = candidate
         self.gaps = gaps_of(self.problem, candidate.recomputation, candidate.resident)
         self.kept = kept if kept is not None else frozenset(_stayed(candidate, self.gaps.every))
-        self.stalls = stalls_s(candidate.schedule, candidate.found, candidate.recomputation.rates)
+        self.stalls = stalls_s(candidate.schedule, candidate.found, candidate.recomputation.rates_with(candidate.resident))
 
     def attempt(self) -> None:
         """One try; where it is faster, or as fast, it is what the next one starts from."""

@@ -44,17 +44,16 @@ def node_s(node: fx.Node, bounds: Bounds, machine: Machine) -> tuple[Channel, fl
         n_bytes = sum(tensor_bytes(v, bounds) for source in spec.nodes(node, "src") for v in tensors_in(source.meta.get("val")))
         return spec.channel, machine.transfer_s(n_bytes, spec.channel, host_tier(node, spec))
     if node.target is ops.lookup:
-        return Channel.COMPUTE, _lookup_s(node, bounds, machine)
+        return Channel.COMPUTE, lookup_s(node, bounds, machine, info(node.args[0]).tier)  # type: ignore[arg-type]
     if spec is not None or op_name(node) == "getitem" or not tensors_in(node.meta.get("val")):
         return Channel.COMPUTE, 0.0
     return Channel.COMPUTE, seconds(work_of(node, bounds), machine)
 
 
-def _lookup_s(node: fx.Node, bounds: Bounds, machine: Machine) -> float:
-    """Reading and writing the rows; those on the host come over the channel to the device."""
-    table, indices = node.args[:2]
-    n_bytes, tier = tensor_bytes(node.meta["val"], bounds), info(table).tier  # type: ignore[arg-type]
-    there_s = seconds(Work("gather", "other", 2 * n_bytes + tensor_bytes(indices.meta["val"], bounds)), machine)  # type: ignore[union-attr]
+def lookup_s(node: fx.Node, bounds: Bounds, machine: Machine, tier: Tier) -> float:
+    """Seconds of a lookup whose table lies on `tier`: reading and writing the rows; those on the host come over the channel to the device."""
+    n_bytes = tensor_bytes(node.meta["val"], bounds)
+    there_s = seconds(Work("gather", "other", 2 * n_bytes + tensor_bytes(node.args[1].meta["val"], bounds)), machine)  # type: ignore[union-attr]
     return max(there_s, machine.transfer_s(n_bytes, Channel.H2D, tier)) if tier.on_host else there_s
 
 

@@ -75,7 +75,7 @@ def _priced(problem: Problem, made: Recomputation, choice: Choice, gaps: Sequenc
     ground, outside = made.ground(resident), problem.fixed_bytes + outside_bytes(problem, resident)
     capacity = problem.footprint.live_bytes(budget) - outside - ground.fixed_bytes
     found = Gaps.of(made.schedule, ground, made.rates, problem.context.kept_values, problem.context.swapped_values).laid_out(choice.kept, capacity)
-    found = overlapped(made.schedule, found, capacity, made.rates)
+    found = overlapped(made.schedule, found, capacity, made.rates_with(resident))
     candidate = priced(problem, made, resident, found)
     return settled(problem, candidate, budget) if candidate.live_bytes <= problem.footprint.live_bytes(budget) else None
 
@@ -177,7 +177,8 @@ class _Program:
 
     def _ways(self) -> None:
         """Each half takes at least its copies up to an event and its compute from there; and compute up to an event, then what is sent."""
-        rates, unit = self.made.rates, self._scale_s()
+        # A table that may reside is read as if it did: no more seconds than there are.
+        rates, unit = self.made.rates_with(self.made.must | {s.name for s in self.may_reside}), self._scale_s()
         for column, part in ((self.forward, range(0, self.border)), (self.forward + 1, range(self.border, self.n_events))):
             if not len(part):
                 continue

@@ -68,6 +68,7 @@ class Needs:
     @staticmethod
     def of(schedule: Schedule, ground: Ground, rates: Rates, may_reside: frozenset[str] = frozenset()) -> Needs:
         """The needs of `schedule` with the ground's inputs resident, and any of `may_reside` besides."""
+        rates = rates.with_residents(may_reside | {storage.name for storage in ground.fixed})
         first = _first_loads(schedule, ground, rates, may_reside)
         border = sum(1 for event in schedule.events if event.index < ground.border)
         issued = sum(1 for seconds in rates.event_s if seconds) + len(rates.sink_s)
@@ -77,6 +78,12 @@ class Needs:
         return Needs(
             forward, backward, issued * rates.dispatch_s, _ahead_s(schedule, first, rates),
             tuple(_kept(schedule, ground, rates, may_reside)), schedule, ground, rates)
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes of the values, inputs apart, that forward makes and backward reads."""
+        inputs = {storage.name for storage in self.schedule.live.first if storage.is_input}
+        return sum(one.n_bytes for one in self.kept if one.name not in inputs)
 
     @functools.cached_property
     def makings(self) -> Mapping[str, Making]:

@@ -16,7 +16,7 @@ from itertools import islice
 
 from .candidates import (
     MIDDLE, Candidate, Recipe, Recomputation, beside, completed, decided, free_names, in_parts, least_s, recipes, recipes_of_small, recomputed,
-    refined, settled, swept, unlimited_bytes,
+    refined, settled, swept, swept_near, unlimited_bytes,
 )
 from .climb import climbed
 from .liveness import Liveness, liveness
@@ -30,10 +30,11 @@ from .reasons import Tried
 class Effort:
     """How a step of up to `most_events` is searched: on rungs of so many significant `bits`, at most `n_rungs` of them.
 
-    `n_refined`: recipes of a rung, the fastest, that are refined. `n_tries`: where there are any, values that stay by their worth are tried
-    too, and the fastest is climbed from in so many tries. `spared`: the share of the best seconds that no search is worth. 0 tries every
-    recipe on every rung unless it is proven to give nothing faster; else until one is slower (`Search._ways`), and on smaller rungs only the
-    best one's.
+    One more is searched where the best candidate is near its recipe's bound and not at it: less memory may do as well there, and what is found
+    on a rung is only about the best there is. `n_refined`: recipes of a rung, the fastest, that are refined. `n_tries`: where there are any,
+    values that stay by their worth are tried too, and the fastest is climbed from in so many tries. `spared`: the share of the best seconds that
+    no search is worth. 0 tries every recipe on every rung unless it is proven to give nothing faster, with every resident set; else until one
+    is slower (`Search._ways`), with resident sets near that of the recipe before, and on smaller rungs only the best one's.
     """
 
     most_events: int
@@ -55,6 +56,8 @@ _COMPLETED = 3
 _AMPLE = 5 / 4
 # The share of a bound that a step may take more and is near it.
 _NEAR = 1 / 100
+# On rungs below the first the one recipe that is tried there is worth this much less: nothing is to be slower than with less memory.
+_BELOW = 1 / 100
 # Numbers that rounding alone tells apart are equal.
 _ROUNDING = 1e-12
 
@@ -71,7 +74,8 @@ class _OfRung:
 @dataclass
 class Search:
     """`best`: the fastest candidate so far; `short`: those that do not fit, with the budget that each was tried under; `host_short_bytes`:
-    what the host lacks at least for what else was tried.
+    what the host lacks at least for what else was tried; `near`: what resides in the fastest scan of the recipe before, which a large step's next
+    recipe is tried with first; `spared`: the share of the best seconds that no search is worth on this rung.
 
     `made`, `decisions`, `rungs`, `costs`: what every budget that is searched shares. What a budget gives does not depend on those before it.
     """
@@ -83,20 +87,25 @@ class Search:
     tried: list[Tried] = field(default_factory=list)
     made: dict[Recipe, Recomputation] = field(default_factory=dict)
     decisions: dict[Recipe, tuple[Decision, ...]] = field(default_factory=dict)
-    rungs: dict[tuple[Recipe, int, bool], _OfRung] = field(default_factory=dict)
+    rungs: dict[tuple[Recipe, int, tuple[frozenset[str], ...], bool], _OfRung] = field(default_factory=dict)
+    near: frozenset[str] | None = None
     costs: Costs = field(default_factory=dict)
     host_short_bytes: int = 0
+    spared: float = 0.0
 
     def run(self, budget: int | None) -> None:
         """The search under `budget`, unlimited when None."""
-        self.best, self.short, self.tried, self.host_short_bytes = None, [], [], 0
+        self.best, self.short, self.tried, self.host_short_bytes, self.near = None, [], [], 0, None
         if budget is None:
             self._accept(Recipe("all"), min(swept(self.problem, self._made(Recipe("all")), self.trained, None), key=_seconds))
             return
-        limit, bits = min(budget, self._ample_bytes), self._effort.bits
-        for rung in islice(rungs_within(limit, bits), self._effort.n_rungs):
+        limit, bits = budget if budget <= self._binding_bytes else min(budget, self._ample_bytes), self._effort.bits
+        for n_before, rung in enumerate(islice(rungs_within(limit, bits), self._effort.n_rungs + 1)):
             above = rung + step_of(rung, bits)
+            self.spared = self._effort.spared * (_BELOW if n_before else 1)
             if self.best is not None and self._all_slower(min(limit, above)):
+                return
+            if n_before == self._effort.n_rungs and not self._nears_its_bound(limit):
                 return
             if not self._climb(rung, min(limit, above), above):
                 self._climb_least(rung, limit)
@@ -122,6 +131,8 @@ class Search:
                     continue
                 self._complete(recipe, fit, budget, above)
                 found.append((recipe, fit.fitting))
+                if self._effort.spared:
+                    self.near = fit.fitting[0].resident
                 if self._effort.spared and before is not None and self.best is before and not fit.fitting[0].host_short_bytes(self.problem):
                     break  # the next ones recompute less
         for recipe, fitting in sorted(found, key=lambda one: (one[1][0].host_short_bytes(self.problem), one[1][0].step_s))[: self._effort.n_refined]:
@@ -138,24 +149,27 @@ class Search:
 
     def _first(self, recipe: Recipe, rung: int) -> _OfRung:
         """What the recipe gives on a rung; all candidates are told."""
-        if (recipe, rung, False) not in self.rungs:
-            tried = list(swept(self.problem, self._made(recipe), self.trained, rung))
+        made, of = self._made(recipe), (recipe, rung, () if self.near is None else (self.near,), False)
+        if of not in self.rungs:
+            small = not self._effort.spared
+            tried = list(swept(self.problem, made, self.trained, rung) if small else swept_near(self.problem, made, self.trained, rung, self.near))
             fitting = self._fitting(tried)
-            n_settled = _COMPLETED if self._effort.spared else 1
-            self.rungs[recipe, rung, False] = _OfRung(tried, fitting, self._settled(fitting[:n_settled], rung))
-        return self._tell(recipe, rung, self.rungs[recipe, rung, False])
+            n_settled = 1 if small else _COMPLETED
+            self.rungs[of] = _OfRung(tried, fitting, self._settled(fitting[:n_settled], rung))
+        return self._tell(recipe, rung, self.rungs[of])
 
     def _others(self, recipe: Recipe, rung: int, first: list[Candidate]) -> _OfRung:
         """What refining the fastest of `first` gives, and the others of it."""
-        if (recipe, rung, True) not in self.rungs:
+        of = recipe, rung, tuple(one.resident for one in first), True
+        if of not in self.rungs:
             tried = list(refined(self.problem, first[0], self.trained, rung, bool(self._effort.n_tries)))
             fitting = self._fitting((*first[1:], *tried))
             if self._effort.n_tries:
                 starts = _apart(sorted((first[0], *fitting), key=_seconds))
                 tops = [climbed(self.problem, start, rung, self._n_tries) for start in starts]
                 fitting = self._fitting((*(top for top, start in zip(tops, starts, strict=True) if top is not start), *fitting))
-            self.rungs[recipe, rung, True] = _OfRung(tried, fitting, self._settled(fitting[:_COMPLETED], rung))
-        return self._tell(recipe, rung, self.rungs[recipe, rung, True])
+            self.rungs[of] = _OfRung(tried, fitting, self._settled(fitting[:_COMPLETED], rung))
+        return self._tell(recipe, rung, self.rungs[of])
 
     def _settled(self, candidates: Sequence[Candidate], rung: int) -> list[Candidate]:
         return [settled(self.problem, one, rung) for one in candidates]
@@ -174,7 +188,7 @@ class Search:
         """The recipes in the orders in which they are tried. Where not all are: the one of the middle price; from the one that recomputes
         most down to it, from it down to none, it in fewer and fewer blocks, each way as long as that is faster than all before; and where
         the best one is in fewer blocks, it in some more and in some less. Where little but recomputing is waited for, far fewer blocks are
-        likely, and three quarters of them come after a half and a quarter, if at all."""
+        likely: a quarter comes first, since what it takes is mostly less than a half of them must, and three quarters last, if at all."""
         if not self._effort.spared:
             ordered = recipes_of_small(self.problem)
             binds = self._least_s(ordered[0], budget) > self._least_s(ordered[-1], budget)
@@ -189,7 +203,7 @@ class Search:
             yield ordered[:middle][::-1]
             parts = in_parts(ordered)[::-1]
             if self._nears_its_bound(budget):
-                yield parts[1:]
+                yield from ([one] for one in parts[:0:-1])
                 if self.best is not None and self.best.recomputation.recipe not in parts[2:]:
                     yield parts[:1]
             else:
@@ -226,7 +240,7 @@ class Search:
         None where no bound does. It does not matter whether the recipe's own graph was made before, for another budget."""
         if self.best is None:
             return None
-        limit_s = self.best.step_s * (1 - max(self._effort.spared, _ROUNDING))
+        limit_s = self.best.step_s * (1 - max(self.spared, _ROUNDING))
         step_s = self._least_s(recipe, budget)
         if step_s < limit_s:
             step_s = least_s(self.problem, self._made(recipe), budget)
@@ -270,8 +284,18 @@ class Search:
     def _ample_bytes(self) -> int:
         """A budget above which nothing binds."""
         everything = self._made(Recipe("all"))
-        resident = everything.must | free_names(self.problem)
-        return int(self.problem.footprint.needed_bytes(unlimited_bytes(self.problem, everything, resident)) * _AMPLE)
+        return int(self.problem.footprint.needed_bytes(unlimited_bytes(self.problem, everything, self._all_residents)) * _AMPLE)
+
+    @functools.cached_property
+    def _binding_bytes(self) -> int:
+        """A budget that is no larger, by what is there at the border when nothing has left the device: no scan is needed to tell."""
+        everything = self._made(Recipe("all"))
+        fixed_bytes = everything.outside_bytes(self.problem, self._all_residents) + everything.ground(self._all_residents).fixed_bytes
+        return int(self.problem.footprint.needed_bytes(fixed_bytes + everything.needs.saved_bytes) * _AMPLE)
+
+    @property
+    def _all_residents(self) -> frozenset[str]:
+        return self._made(Recipe("all")).must | free_names(self.problem)
 
 
 def rungs_within(n_bytes: int, bits: int) -> Iterator[int]:

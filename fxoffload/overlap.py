@@ -11,7 +11,7 @@ import functools
 from bisect import bisect_left, bisect_right
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 
 import numpy as np
@@ -19,7 +19,7 @@ import torch.fx as fx
 
 from . import ops
 from .buckets import GROUP_BYTES, held_bytes, transfers_of
-from .cost import node_s
+from .cost import lookup_s, node_s
 from .effects import Channel, Tier
 from .graph import Bounds, info
 from .liveness import Storage
@@ -42,7 +42,8 @@ Costs = dict[str, tuple[Channel, float]]
 class Rates:
     """Seconds of every event of a Schedule, of a copy of a Storage to and from the device, and of issuing one op.
 
-    `merged_s`: seconds of several inputs' copies as one. `least_load_s`: what a copy adds to whatever copy it comes with, at least.
+    `event_s`: with every lookup reading its table where the graph has it; `looked_up`: of each table on the host, by name, the events that
+    read it and their seconds when it resides (`with_residents`). `merged_s`: seconds of several inputs' copies as one. `least_load_s`: what a copy adds to whatever copy it comes with, at least.
     `sink_s`: seconds of the copies that are events themselves, the gradients', by node index.
     """
 
@@ -54,6 +55,7 @@ class Rates:
     sink_s: Mapping[int, float]
     overlaps: bool
     dispatch_s: float = 0.0
+    looked_up: Mapping[str, Sequence[tuple[int, float]]] = field(default_factory=dict)
 
     @staticmethod
     def of(schedule: Schedule, bounds: Bounds, machine: Machine, swap_tier: Tier = Tier.PINNED, bucket_bytes: int = GROUP_BYTES,
@@ -84,7 +86,18 @@ class Rates:
             return transfer_s(storage.n_bytes, Channel.D2H, swap_tier)
 
         return Rates(
-            event_s, load_s, merged_s, least_load_s, spill_s, sinks, machine.overlaps, machine.dispatch_s or 0.0 if machine.overlaps else 0.0)
+            event_s, load_s, merged_s, least_load_s, spill_s, sinks, machine.overlaps, machine.dispatch_s or 0.0 if machine.overlaps else 0.0,
+            _looked_up(schedule, bounds, machine))
+
+    def with_residents(self, resident: frozenset[str]) -> Rates:
+        """The rates when the inputs of these names lie on the device."""
+        there = [at for name in sorted(resident & self.looked_up.keys()) for at in self.looked_up[name]]
+        if not there:
+            return self
+        event_s = list(self.event_s)
+        for position, seconds in there:
+            event_s[position] = seconds
+        return replace(self, event_s=event_s)
 
 
 def _costs(schedule: Schedule, bounds: Bounds, machine: Machine, known: Costs) -> list[tuple[Channel, float]]:
@@ -99,6 +112,18 @@ def _costs(schedule: Schedule, bounds: Bounds, machine: Machine, known: Costs) -
             cost = known[name] = node_s(node, bounds, machine)
         costs.append(cost)
     return costs
+
+
+def _looked_up(schedule: Schedule, bounds: Bounds, machine: Machine) -> dict[str, list[tuple[int, float]]]:
+    """Of each table on the host that lookups read: the numbers of these events, and their seconds when it is on the device."""
+    found: dict[str, list[tuple[int, float]]] = {}
+    for i, event in enumerate(schedule.events):
+        node = schedule.live.nodes[event.index]
+        if node.target is ops.lookup:
+            (table,) = schedule.live.of[node.args[0]]  # type: ignore[index]
+            if table.tier.on_host:
+                found.setdefault(table.name, []).append((i, lookup_s(node, bounds, machine, Tier.DEVICE)))
+    return found
 
 
 def overlapped(schedule: Schedule, found: Scan, capacity_bytes: int | None, rates: Rates) -> Scan:

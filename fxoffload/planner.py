@@ -181,7 +181,7 @@ def _complete(problem: Problem, chosen: Candidate, limit: int | None) -> Solutio
     context, footprint = replace(problem.context, machine=problem.machine), problem.footprint
     graph = copy_graph(chosen.schedule.graph)
     place_parameters(graph, problem.parameters, chosen.resident)
-    rates = chosen.recomputation.rates
+    rates = chosen.recomputation.rates_with(chosen.resident)
     found = just_in_time(chosen.schedule, chosen.found, rates)
     swaps = decisions_of(chosen.schedule.live, found, context.swap_tier, problem.machine.overlaps)
     decisions = chosen.recomputation.decisions + swaps

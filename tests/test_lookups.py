@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,8 +14,12 @@ from zoo import FAMILIES
 
 import fxoffload
 from fxoffload import ops
+from fxoffload.api import captured, planning_options
 from fxoffload.effects import Tier
 from fxoffload.liveness import Kind, liveness
+from fxoffload.lookups import solve_looked_up
+from fxoffload.machine import load_machine
+from fxoffload.planner import solve
 from fxoffload.plans import Gather, Lookup, Plan
 from fxoffload.runtime.host_memory import HostMemory
 from fxoffload.runtime.transfers import StreamEngine, SynchronousEngine
@@ -90,6 +95,18 @@ def test_the_bytes_of_the_rows_are_counted_and_the_table_takes_no_memory() -> No
     model.mix.requires_grad_(True)
     plan = planned(model, pins=[fxoffload.pin("table.weight", "host"), fxoffload.pin("head.weight", "device")], optimizer="adamw")
     assert plan.predicted.moved_bytes["h2d"] - 2 * 8 * 32 * 4 < model.table.weight.nbytes // 2
+
+
+def test_a_table_that_comes_to_reside_is_priced_where_it_lies_then() -> None:
+    """A tied head's copies are what makes it reside: its rows are read there too, and plans are compared by what that takes."""
+    model = Tagger(1 << 15, tied=True)
+    model.table.requires_grad_(False)
+    machine = replace(load_machine("h200"), dispatch_s=None)  # issuing would take longer than all of it
+    options = planning_options(model, machine, "1GiB", None, 0, "adamw", "auto", None, "bitwise", PINS[1:])
+    with captured(model, (ids().repeat(1, 64),), options, machine) as session:
+        found = solve_looked_up(session.study.planning.problem(session.study.captured), solve)
+    assert "table.weight" in found.resident and any(isinstance(one, Lookup) for one in found.decisions)
+    assert found.estimated_s == pytest.approx(found.simulation.step_s, rel=1e-9)
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["apart", "tied"])

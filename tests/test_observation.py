@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,14 @@ from torch import nn
 from zoo import FAMILIES, lora, tokens
 
 import fxoffload
+from fxoffload import observation
 from fxoffload.effects import Channel
 from fxoffload.errors import PlanError
 from fxoffload.machine import load_machine
 from fxoffload.observation import Trained, _fitting, with_slower_compute, with_slower_copies
-from fxoffload.plans import Chunk
+from fxoffload.plans import Chunk, Plan
 from fxoffload.step_clock import StepClock
+from fxoffload.study import Study
 
 # On which swapping costs nothing beside recomputing, and the other way round.
 SLOW_COMPUTE = with_slower_compute(load_machine("cpu"), 300.0)
@@ -129,6 +132,21 @@ def test_a_plan_that_is_no_faster_is_not_taken() -> None:
     assert not session.replan(SLOW_COMPUTE) and model.fxoffload is session and not session.closed
     known = Trained.of(session, session.trained)
     assert known.step_s(SLOW_COMPUTE, known.bounds) == known.known.predicted.step_s
+    session.close()
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize(("share", "taken"), [(0.96, False), (0.94, True)])
+def test_a_plan_has_to_be_five_percent_faster_to_be_taken(share: float, taken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    case, restarted = FAMILIES["lora"](), list[Plan]()
+    session = fxoffload.compile(case.model, case.batch, device="cpu", device_budget=870_000).fxoffload
+    known = Trained.of(session, session.trained)
+    (label,), (graph,) = session.plan.graphs, session.plan.graphs.values()
+    step_s = known.step_s(session.machine, known.bounds) * share
+    other = replace(session.plan, graphs={label: replace(graph, predicted=replace(graph.predicted, step_s=step_s))})
+    monkeypatch.setattr(Study, "anew", lambda *_: other)
+    monkeypatch.setattr(observation, "restart", lambda *args: restarted.append(args[-1]))
+    assert session.replan(session.machine) == taken and restarted == [other] * taken
     session.close()
 
 
