@@ -123,6 +123,7 @@ def test_ligers_kernels_train_bit_equal_on_a_card_with_weights_off_it() -> None:
     finally:
         torch.use_deterministic_algorithms(False)
     assert model.fxoffload.transferred["h2d"] > 0  # type: ignore[union-attr]
+    model.fxoffload.close()  # type: ignore[union-attr,operator]
     assert [torch.equal(a, b) for a, b in zip(found, expected, strict=True)] == [True] * len(expected)
 
 
@@ -187,6 +188,7 @@ def test_a_model_that_liger_has_patched_trains_bit_equal_on_a_card(name: str, ex
     finally:
         torch.use_deterministic_algorithms(False)
     assert model.fxoffload.transferred["h2d"] > 0  # type: ignore[union-attr]
+    model.fxoffload.close()  # type: ignore[union-attr,operator]
     if executor == "eager":
         assert [torch.equal(a, b) for a, b in zip(found, expected, strict=True)] == [True] * len(expected)
     else:
