@@ -32,11 +32,12 @@ import torch
 import transformers
 
 from fxoffload.api import captured, planning_options
-from fxoffload.candidates import Candidate, Recipe, decided, recomputed, residencies, scanned
+from fxoffload.candidates import Candidate, recomputed, residencies, scanned
 from fxoffload.errors import PlanError
 from fxoffload.exact import solve_exactly
 from fxoffload.machine import Machine, machine_from
 from fxoffload.planner import Problem, solve
+from fxoffload.recipes import Recipe, decided
 
 ROOT = Path(__file__).resolve().parent.parent
 MEDIAN_GAP, WORST_GAP, HARD_SHARE, HARD_GAP = 0.01, 0.05, 1 / 3, 0.05

@@ -16,7 +16,7 @@ from unittest import mock
 import peft
 
 import fxoffload
-from fxoffload import candidates
+from fxoffload import recipes
 from fxoffload.api import captured, planning_options
 from fxoffload.dry import model_without_weights
 from fxoffload.machine import load_machine
@@ -44,7 +44,7 @@ def predicted_s(shape: str, trained: str, batch: int, sequence: int, machine: st
             return None
 
     with captured(model, (batch, sequence), options, planned_for) as session:
-        with mock.patch.object(candidates, "_PRICES", (candidates.MIDDLE, 1.0)):
+        with mock.patch.object(recipes, "_PRICES", (recipes.MIDDLE, 1.0)):
             two_s = planned()
         return two_s, planned()
 
@@ -53,7 +53,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "recompute_prices.json")
     out = parser.parse_args().out
-    result: dict[str, object] = {"command": "python bench/recompute_prices.py", "commit": commit(), "prices": candidates._PRICES}
+    result: dict[str, object] = {"command": "python bench/recompute_prices.py", "commit": commit(), "prices": recipes._PRICES}
     rows: list[dict[str, object]] = []
     for shape, trained, batch, sequence, machine, budget in ROWS:
         two_s, all_s = predicted_s(shape, trained, batch, sequence, machine, budget)

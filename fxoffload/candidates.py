@@ -7,18 +7,16 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from .blocks import block_position
 from .buckets import bucketed
 from .effects import Tier
 from .fill import filled
 from .floor import Needs
 from .graph import copy_graph, name_of
 from .gaps import Gap, Gaps
-from .liveness import Liveness
 from .overlap import Costs, Rates, overlapped, schedule_s, stalls_s, used_bytes
-from .pipeline import Option
 from .plans import Decision, GraphPlan, Prediction, Recompute
-from .problem import Parameter, Problem, apply, decide, outside_bytes, place_parameters
+from .problem import Parameter, Problem, apply, outside_bytes, place_parameters
+from .recipes import Recipe
 from .spill import NEVER, Ground, Scan, Schedule
 
 # The rewrites that plan-swap must see done.
@@ -29,35 +27,12 @@ _SLACK_SHARE = 1 / 16
 _REFINED_SHARES = (0.0, 1 / 32, 1 / 8)
 
 
-# Of what a value's copies take, what making it again may take: the less, the more is copied instead. Making again what takes more than `MIDDLE`
-# is worth it only where no more can be copied.
-MIDDLE = 1 / 4
-_PRICES = (1 / 32, 1 / 16, 1 / 8, MIDDLE, 1.0)
-# Whatever its copies take: where the host has no room for them.
-_ANY_PRICE = 1e6
-
-
-@dataclass(frozen=True, slots=True)
-class Recipe:
-    """One way to choose what is recomputed: the options of plan-recompute."""
-
-    keep: str
-    blocks: int = -1
-    price: float = 1.0
-
-    def __str__(self) -> str:
-        words = {"all": "saves everything", "costly": "computes cheap ops again"}
-        share = "" if self.price == 1 else f"{self.price:g} of "
-        what = f"what takes less than {share}its copies" if self.price < _ANY_PRICE else "what can be made again"
-        return words.get(self.keep, f"computes again, in {self.blocks} blocks, {what}")
-
-
 @dataclass(frozen=True, slots=True)
 class Recomputation:
     """A recipe applied: the decisions, the schedule of the graph they give, and what bounds its seconds whatever resides.
 
-    `rates`: whatever resides (`rates_with`). `must`: what resides at least, with its ground; `grounds`, `gaps`, `outside`, `least`, `priced`: of
-    each resident set that was asked for.
+    `rates`: with every lookup's table where the graph has it. `must`: what resides at least, with its ground; `grounds`, `gaps`, `outside`,
+    `least`, `rated`: of each resident set that was asked for.
     """
 
     recipe: Recipe
@@ -70,13 +45,13 @@ class Recomputation:
     gaps: dict[frozenset[str], Gaps] = field(default_factory=dict)
     outside: dict[frozenset[str], int] = field(default_factory=dict)
     least: dict[frozenset[str], int] = field(default_factory=dict)
-    priced: dict[frozenset[str], Rates] = field(default_factory=dict)
+    rated: dict[frozenset[str], Rates] = field(default_factory=dict)
 
     def rates_with(self, resident: frozenset[str]) -> Rates:
         """The rates beside the resident set, made once."""
-        if resident not in self.priced:
-            self.priced[resident] = self.rates.with_residents(resident)
-        return self.priced[resident]
+        if resident not in self.rated:
+            self.rated[resident] = self.rates.with_residents(resident)
+        return self.rated[resident]
 
     def ground(self, resident: frozenset[str]) -> Ground:
         """The Ground of the resident set, made once."""
@@ -129,45 +104,6 @@ class Candidate:
         return max(held + swapped - problem.host_bytes, 0)
 
 
-def recipes(problem: Problem) -> list[Recipe]:
-    """In the order of what they recompute: nothing, then in all blocks at one price after the other. Where there are no blocks, nothing and
-    what is cheap."""
-    n_blocks = 1 + max((i for node in problem.graph.nodes if (i := block_position(name_of(node))) is not None), default=-1)
-    if not n_blocks:
-        return [Recipe("all"), Recipe("costly")]
-    most = [] if problem.host_bytes is None else [_ANY_PRICE]
-    return [Recipe("all"), *(Recipe("blocks", n_blocks, price) for price in (*_PRICES, *most))]
-
-
-def in_parts(ordered: Sequence[Recipe]) -> list[Recipe]:
-    """The recipe of the middle price in a quarter, half and three quarters of the blocks."""
-    whole = next((one for one in ordered if one.keep == "blocks" and one.price == MIDDLE), None)
-    return [replace(whole, blocks=whole.blocks * quarters // 4) for quarters in (1, 2, 3)] if whole is not None and whole.blocks >= 4 else []
-
-
-def beside(recipe: Recipe, ordered: Sequence[Recipe]) -> list[Recipe]:
-    """The recipe in an eighth of all blocks more and less, where it is one of `in_parts`."""
-    parts = in_parts(ordered)
-    if recipe not in parts:
-        return []
-    eighth = parts[1].blocks // 4
-    return [replace(recipe, blocks=recipe.blocks + more) for more in (eighth, -eighth) if eighth]
-
-
-def recipes_of_small(problem: Problem) -> list[Recipe]:
-    """Those that small steps are searched with, in the same order: prices below the middle one changed the seconds of 3 of 20 (those of
-    bench/plan_quality.py), by 0.4 % at most, and take time."""
-    first, *others = recipes(problem)
-    return [first, *in_parts(others), *(one for one in others if one.keep != "blocks" or one.price >= MIDDLE)]
-
-
-def decided(problem: Problem, recipe: Recipe, live: Liveness | None = None) -> tuple[Decision, ...]:
-    """What the recipe recomputes. `live`: the Liveness of the problem's graph, where it is known."""
-    options: dict[str, Option] = {"keep": recipe.keep, "blocks": recipe.blocks, "price": recipe.price}
-    context = replace(problem.context, options=options, live=live, machine=problem.machine)
-    return decide("plan-recompute", problem.graph, context)
-
-
 def recomputed(problem: Problem, recipe: Recipe, decisions: tuple[Decision, ...], trained: frozenset[str],
                known: Costs | None = None) -> Recomputation:
     """The recipe applied, with the trained parameters `trained` on the device. `known`: see Rates.of."""
@@ -212,7 +148,8 @@ def swept(problem: Problem, recomputation: Recomputation, trained: frozenset[str
             break
 
 
-def swept_near(problem: Problem, recomputation: Recomputation, trained: frozenset[str], budget_bytes: int, near: frozenset[str] | None) -> Iterator[Candidate]:
+def swept_near(problem: Problem, recomputation: Recomputation, trained: frozenset[str], budget_bytes: int,
+               near: frozenset[str] | None) -> Iterator[Candidate]:
     """Candidates with the resident set `near`, the fastest of another recipe, or the largest, then with fewer and fewer bytes resident as long
     as that is faster, and with more and more from the one that has fewest: between all and none resident there may be slower ones than both. Of
     those that do not fit only the one with the fewest."""
@@ -237,7 +174,8 @@ def swept_near(problem: Problem, recomputation: Recomputation, trained: frozense
     yield from tried.values()
 
 
-def _fitting(problem: Problem, recomputation: Recomputation, resident: frozenset[str], budget_bytes: int | None, least: bool) -> Candidate | None:
+def _fitting(problem: Problem, recomputation: Recomputation, resident: frozenset[str], budget_bytes: int | None,
+             least: bool) -> Candidate | None:
     """The candidate with that resident set; None where it does not fit, unless it is the `least` one."""
     if not least and recomputation.is_short(problem, resident, _live_bytes(problem, recomputation, resident, budget_bytes)):
         return None

@@ -16,10 +16,11 @@ from itertools import accumulate
 
 import numpy as np
 
-from .candidates import Candidate, Recomputation, decided, free_names, priced, recipes_of_small, recomputed, settled
+from .candidates import Candidate, Recomputation, free_names, priced, recomputed, settled
 from .gaps import Gap, Gaps
 from .overlap import overlapped
 from .problem import Problem, outside_bytes
+from .recipes import decided, recipes_of_small
 from .spill import Ground
 
 

@@ -15,8 +15,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from .candidates import (
-    MIDDLE, Candidate, Recipe, Recomputation, beside, completed, decided, free_names, in_parts, least_s, recipes, recipes_of_small, recomputed,
-    refined, settled, swept, swept_near, unlimited_bytes,
+    Candidate, Recomputation, completed, free_names, least_s, recomputed, refined, settled, swept, swept_near, unlimited_bytes,
 )
 from .climb import climbed
 from .liveness import Liveness, liveness
@@ -24,6 +23,7 @@ from .overlap import Costs
 from .plans import Decision
 from .problem import Problem
 from .reasons import Tried
+from .recipes import MIDDLE, Recipe, beside, decided, in_parts, recipes, recipes_of_small
 
 
 @dataclass(frozen=True, slots=True)

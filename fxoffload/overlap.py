@@ -42,9 +42,10 @@ Costs = dict[str, tuple[Channel, float]]
 class Rates:
     """Seconds of every event of a Schedule, of a copy of a Storage to and from the device, and of issuing one op.
 
-    `event_s`: with every lookup reading its table where the graph has it; `looked_up`: of each table on the host, by name, the events that
-    read it and their seconds when it resides (`with_residents`). `merged_s`: seconds of several inputs' copies as one. `least_load_s`: what a copy adds to whatever copy it comes with, at least.
-    `sink_s`: seconds of the copies that are events themselves, the gradients', by node index.
+    `event_s`: with every lookup reading its table where the graph has it; `looked_up`: of each table on the host, by name, the numbers of the
+    events that read it and their seconds when it resides (`with_residents`). `merged_s`: seconds of several inputs' copies as one.
+    `least_load_s`: what a copy adds to whatever copy it comes with, at least. `sink_s`: seconds of the copies that are events themselves, the
+    gradients', by node index.
     """
 
     event_s: Sequence[float]

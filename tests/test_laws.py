@@ -18,11 +18,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from zoo import FAMILIES
 
-from fxoffload import candidates, ladder, planner
+from fxoffload import ladder, planner
+from fxoffload import recipes as prices
 from fxoffload.api import captured, planning_options
 from fxoffload.buckets import GROUP_BYTES
-from fxoffload.candidates import (
-    Recipe, Recomputation, completed, decided, free_names, least_s, recipes, recipes_of_small, recomputed, settled, swept)
+from fxoffload.candidates import Recomputation, completed, free_names, least_s, recomputed, settled, swept
 from fxoffload.donation import Donated
 from fxoffload.dry import model_without_weights
 from fxoffload.errors import PlanError
@@ -33,6 +33,7 @@ from fxoffload.machine import load_machine, machine_from
 from fxoffload.optimizer_states import optimizer_states
 from fxoffload.planner import Problem, Searches, Solution, solve
 from fxoffload.plans import SwapOut
+from fxoffload.recipes import Recipe, decided, recipes, recipes_of_small
 from fxoffload.session import Options, Session
 
 pytestmark = pytest.mark.full_search
@@ -171,15 +172,26 @@ def test_a_plan_fits_its_budget_and_what_does_not_fit_is_refused_by_what_would(k
 
 
 @pytest.mark.integration
+@pytest.mark.parametrize("large", (False, True), ids=("as small", "as large"))
 @pytest.mark.parametrize("kind", ("serial llama", "lora", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("llama", "gpt2"))))
-def test_a_plan_is_the_same_whatever_budgets_were_searched_before(kind: str) -> None:
+def test_a_plan_is_the_same_whatever_budgets_were_searched_before(kind: str, large: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Searched as small steps are, or as large ones: there what is tried depends on what was tried before under the same budget."""
     ascending, shared = budgets(kind, 2)[:4], Searches()
+    if large:
+        monkeypatch.setattr(ladder, "_EFFORTS", ladder._EFFORTS[-1:])
     alone = [solve(under(kind, budget)) for budget in ascending]
     for budget, one in reversed(list(zip(ascending, alone))):
         other = solve(under(kind, budget), shared)
         assert (one.decisions, one.resident, one.tried) == (other.decisions, other.resident, other.tried)
         assert (one.simulation.step_s, one.simulation.device_peak_bytes) == (other.simulation.step_s, other.simulation.device_peak_bytes)
     assert len(shared.found) <= 2, "budgets that were to share their searches did not"
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("kind", (*KINDS, "at offsets"))
+def test_what_is_said_to_bind_without_a_scan_is_no_more_than_a_scan_says(kind: str) -> None:
+    search = Search(placed_problem() if kind == "at offsets" else problem(kind), frozenset())
+    assert search._ample_bytes / 2 < search._binding_bytes <= search._ample_bytes
 
 
 @pytest.mark.integration
@@ -342,7 +354,7 @@ def test_values_that_are_nearly_free_to_make_are_made_again_where_memory_lies_be
             return session.study.plan(replace(session.study.planning.budgets, device_bytes=gib << 30)).predicted.step_s
 
         found = {gib: planned(gib) for gib in (6, 8)}
-        monkeypatch.setattr(candidates, "_PRICES", (candidates.MIDDLE, 1.0))
+        monkeypatch.setattr(prices, "_PRICES", (prices.MIDDLE, 1.0))
         with_two = {gib: planned(gib) for gib in found}
     assert all(found[gib] <= with_two[gib] for gib in found)
     assert found[6] < 0.98 * with_two[6]

@@ -12,9 +12,9 @@ import transformers
 
 from fxoffload import candidates, ladder
 from fxoffload.api import captured, planning_options
-from fxoffload.candidates import MIDDLE, Recipe, beside, in_parts
 from fxoffload.dry import model_without_weights
 from fxoffload.machine import load_machine
+from fxoffload.recipes import MIDDLE, Recipe, beside, in_parts
 from fxoffload.study import Study
 
 
