@@ -346,6 +346,8 @@ def settled(problem: Problem, candidate: Candidate, budget_bytes: int) -> Candid
     """The candidate, or that with what else the budget it was scanned under has room for where it is faster: before buckets are made,
     because what came in one cannot stay longer than all of it."""
     more, resident, _ = _filled(problem, candidate, candidate.single, budget_bytes, budget_bytes)
+    if more is candidate.single:
+        return candidate
     return min(candidate, priced(problem, candidate.recomputation, resident, more), key=lambda c: c.step_s)
 
 
@@ -353,7 +355,8 @@ def completed(problem: Problem, candidate: Candidate, budget_bytes: int, most_by
     """The candidate with what else `budget_bytes` has room for, of what `most_bytes`, the largest budget it is asked for, has: never
     slower, and what is left in buckets stays there."""
     found, resident, live_bytes = _filled(problem, candidate, candidate.found, budget_bytes, most_bytes)
-    step_s = schedule_s(candidate.schedule, found, candidate.recomputation.rates_with(resident))
+    same = found is candidate.found
+    step_s = candidate.step_s if same else schedule_s(candidate.schedule, found, candidate.recomputation.rates_with(resident))
     return replace(candidate, resident=resident, single=found, found=found, step_s=step_s, live_bytes=live_bytes)
 
 

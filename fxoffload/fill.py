@@ -53,7 +53,7 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Filled:
-    """A scan with items kept. `resident`: names of inputs that need no copy any more."""
+    """A scan with items kept, the same one where there are none. `resident`: names of inputs that need no copy any more."""
 
     found: Scan
     resident: frozenset[str]
@@ -80,7 +80,7 @@ def filled(schedule: Schedule, found: Scan, rates: Rates, capacity_bytes: int, m
         if room_for <= capacity_bytes:
             taken.append(item)
             peak_bytes = max(peak_bytes, room_for)
-    return Filled(_without(found, taken), frozenset(i.storage.name for i in taken if i.resides), peak_bytes)
+    return Filled(_without(found, taken) if taken else found, frozenset(i.storage.name for i in taken if i.resides), peak_bytes)
 
 
 def _items(schedule: Schedule, found: Scan, rates: Rates, may_reside: frozenset[str], must_leave: frozenset[str]) -> Iterator[Item]:

@@ -267,7 +267,7 @@ def _tier(node: fx.Node, spec: ops.Spec | None, sources: tuple[Storage, ...]) ->
 def _kind(node: fx.Node, spec: ops.Spec | None, sources: tuple[Storage, ...], in_backward: bool) -> Kind:
     if sources and spec is not None and node.target is not ops.lookup:
         return sources[0].kind  # moved, not made
-    if sources and all([s.kind is Kind.PARAMETER for s in sources]):
+    if sources and sources[0].kind is Kind.PARAMETER and all([s.kind is Kind.PARAMETER for s in sources]):
         return Kind.PARAMETER
     return Kind.GRADIENT if in_backward and info(node).origin is None else Kind.ACTIVATION
 

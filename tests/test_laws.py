@@ -32,6 +32,7 @@ from fxoffload.least_map import least_taken_bytes
 from fxoffload.machine import load_machine, machine_from
 from fxoffload.optimizer_states import optimizer_states
 from fxoffload.planner import Problem, Searches, Solution, solve
+from fxoffload.planning import Budgets
 from fxoffload.plans import SwapOut
 from fxoffload.recipes import Recipe, decided, recipes, recipes_of_small
 from fxoffload.session import Options, Session
@@ -103,6 +104,28 @@ def test_more_memory_is_never_predicted_slower_and_less_never_has_a_higher_peak(
         assert b.step_s <= a.step_s * (1 + 1e-9), (smaller, larger)
         assert a.device_peak_bytes <= b.device_peak_bytes, (smaller, larger)
     assert found[-1][1].step_s < found[0][1].step_s, "a law about plans that are all the same says nothing"
+
+
+@pytest.mark.slow
+@pytest.mark.integration
+def test_a_large_step_is_never_predicted_slower_with_more_memory_by_more_than_its_search_can_tell() -> None:
+    """Steps of more than 1,500 events are not searched for less than a thousandth of the seconds (`ladder.Effort`)."""
+    config = transformers.LlamaConfig(
+        hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32, num_key_value_heads=8, vocab_size=128256,
+        max_position_embeddings=4096, dtype=torch.bfloat16)
+    lora, machine = peft.LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM"), load_machine("rtx3090")
+    model = model_without_weights(config, lora, None)
+    options = planning_options(model, machine, "3GiB", None, 0, "adamw", "auto", None, "reordered", (), None)
+    with captured(model, (4, 2048), options, machine) as session:
+        study, found = session.study, []
+        assert len(study.captured.graph.nodes) > 1500
+        for gib in (3, 4, 5, 6, 7, 10):
+            plan = study.plan(Budgets(gib << 30))
+            assert plan.predicted.device_peak_bytes <= gib << 30
+            found.append(plan.predicted.step_s)
+    for smaller, larger in zip(found, found[1:]):
+        assert larger <= smaller * 1.001, found
+    assert found[-1] < 0.99 * found[0], "a law about plans that are all the same says nothing"
 
 
 @pytest.mark.integration
