@@ -130,21 +130,31 @@ def projection_forward(self: Any, x: Tensor) -> Tensor:
     return LoraProjection.apply(x, a, b, self, scale)  # type: ignore[no-any-return]
 
 
+def fuse_mlps(model: nn.Module) -> None:
+    """Every MLP one Function, set on the instance."""
+    for module in model.modules():
+        if hasattr(module, "gate_proj"):
+            module.forward = types.MethodType(mlp_forward, module)
+
+
+def fuse_projections(model: nn.Module) -> None:
+    """Every LoRA linear one Function, set on the instance."""
+    for module in model.modules():
+        if hasattr(module, "lora_A"):
+            module.forward = types.MethodType(projection_forward, module)
+
+
 def lora_mlps() -> Case:
     """PEFT's LoRA on all linears of a Llama, its MLPs' forwards replaced on the instances."""
     case = lora_bf16()
-    for module in case.model.modules():
-        if hasattr(module, "gate_proj"):
-            module.forward = types.MethodType(mlp_forward, module)
+    fuse_mlps(case.model)
     return case
 
 
 def lora_modules() -> Case:
     """The same, every projection a Function that is given its module."""
     case = lora_bf16()
-    for module in case.model.modules():
-        if hasattr(module, "lora_A"):
-            module.forward = types.MethodType(projection_forward, module)
+    fuse_projections(case.model)
     return case
 
 

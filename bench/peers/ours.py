@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import Counter
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,15 +18,17 @@ from peers.task import Task, Training, adamw, loop
 UNCAPPED_SHARE = 0.9
 
 
-def ours(task: Task, *, numerics: str, executor: str = "eager", liger: bool = False) -> Training:
+def ours(task: Task, *, numerics: str, executor: str = "eager", liger: bool = False, functions: bool = False) -> Training:
     """The model is loaded on the host and compiled for the cap and the batch's shape; the loop is everybody's. `liger`: with Liger's kernels in
-    it, but for its loss."""
+    it, but for its loss. `functions`: its MLPs and its attention's projections are autograd Functions that keep frozen weights on `ctx`."""
     import fxoffload
 
     base = task.base("cpu")
     if liger:
         with_liger(base, fused_loss=False)
     model: Any = task.adapted(base)
+    if functions:
+        fuse_by_hand(model)
     started = time.perf_counter()
     fxoffload.compile(
         model, task.batch("cpu"), device=task.device, device_budget=_budget(task), host_budget=task.row.host_bytes, numerics=numerics, executor=executor,
@@ -39,6 +43,15 @@ def ours(task: Task, *, numerics: str, executor: str = "eager", liger: bool = Fa
         return step_once()
 
     return Training(step, facts=lambda: {"compile_s": compile_s, **facts(model.fxoffload, n_steps)}, close=model.fxoffload.close)
+
+
+def fuse_by_hand(model: torch.nn.Module) -> None:
+    """The blocks that `tests/fused_functions.py` has, in the way of libraries for fine-tuning."""
+    sys.path.append(str(Path(__file__).resolve().parents[2] / "tests"))
+    from fused_functions import fuse_mlps, fuse_projections
+
+    fuse_projections(model)
+    fuse_mlps(model)
 
 
 def _budget(task: Task) -> int:
