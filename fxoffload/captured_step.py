@@ -18,19 +18,23 @@ from .pipeline import Context, get_pass
 
 @dataclass(frozen=True, slots=True)
 class CapturedStep:
-    """A canonical Step, its fingerprint and the largest value of each of its symbols: all that planning it again needs."""
+    """A canonical Step, its fingerprint and the largest value of each of its symbols: all that planning it again needs.
+
+    `opened`: names of the autograd Functions that are torch's ops in it.
+    """
 
     graph: fx.Graph
     fingerprint: str
     bounds: Bounds
+    opened: tuple[str, ...] = ()
 
     @staticmethod
-    def of(graph: fx.Graph, maxima: Mapping[str, tuple[int, ...]]) -> CapturedStep:
+    def of(graph: fx.Graph, maxima: Mapping[str, tuple[int, ...]], opened: tuple[str, ...] = ()) -> CapturedStep:
         """`graph` in canonical form; `maxima`: the largest shapes of the batch by name."""
         bounds = bounds_of(graph, maxima)
         canonical = get_pass("canonicalize").run(graph, Context(bounds))
         assert isinstance(canonical, fx.Graph)
-        return CapturedStep(canonical, text.fingerprint(canonical), bounds)
+        return CapturedStep(canonical, text.fingerprint(canonical), bounds, opened)
 
     def for_executor(self, executor: str) -> CapturedStep:
         """The step as an executor runs it: for "inductor" with its elementwise ops fused. A plan for one is none for the other."""
@@ -38,7 +42,7 @@ class CapturedStep:
             return self
         fused = get_pass("fuse").run(copy_graph(self.graph), Context(self.bounds))
         assert isinstance(fused, fx.Graph)
-        return CapturedStep(fused, hashlib.sha256(f"{executor} {self.fingerprint}".encode()).hexdigest(), self.bounds)
+        return replace(self, graph=fused, fingerprint=hashlib.sha256(f"{executor} {self.fingerprint}".encode()).hexdigest())
 
 
 def bounds_of(graph: fx.Graph, maxima: Mapping[str, tuple[int, ...]]) -> Bounds:

@@ -84,7 +84,7 @@ def from_shallow_captures(model: nn.Module, capture: Callable[[], CapturedStep])
     graph = continued(deeper.graph, stack, (len(stack.blocks) - stack.shallow) // stack.period - 1)
     assert graph is not None, "it was continued once"
     log.info("%s: %d blocks from captures of %d and %d", stack.path, len(stack.blocks), stack.shallow, stack.shallow + stack.period)
-    return CapturedStep(graph, text.fingerprint(graph), deeper.bounds)
+    return CapturedStep(graph, text.fingerprint(graph), deeper.bounds, deeper.opened)
 
 
 def _written(graph: fx.Graph | None) -> str | None:

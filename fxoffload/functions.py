@@ -39,13 +39,18 @@ _LIBRARY = torch.library.Library("fxo", "FRAGMENT")
 
 class _Capture:
     """One that is at it: of the Functions that are ops for it, until it ends. A thread that was interrupted before it could say so ends it
-    all the same: nothing but its own frame holds this."""
+    all the same: nothing but its own frame holds this.
 
-    def __init__(self, whole: list[Any]) -> None:
-        self.whole = whole
+    `opens`: a Function whose result torch's ops give too is these ops; `opened`: those that were.
+    """
+
+    def __init__(self, whole: list[Any], opens: bool) -> None:
+        self.whole, self.opens = whole, opens
+        self.opened: dict[str, None] = {}
 
 
 _lock = threading.Lock()
+_running = threading.local()  # `capture`: that the thread is at; `is_on`: a Function of ours runs
 _captures: weakref.WeakSet[_Capture] = weakref.WeakSet()
 _replaced: set[Any] = set()  # whose `apply` is ours
 _ours: set[Any] = set()  # that we, not the user, have told Dynamo to leave whole
@@ -68,17 +73,32 @@ def launching_functions() -> tuple[AutogradFunction, ...]:
 
 
 @contextlib.contextmanager
-def as_ops(functions: Sequence[AutogradFunction]) -> Iterator[None]:
-    """Calls of these Functions that are captured meanwhile become ops. Several may be at it at once."""
+def as_ops(functions: Sequence[AutogradFunction], opens: bool = False) -> Iterator[None]:
+    """Calls of these Functions that are captured meanwhile become ops: each one of its own or, where it `opens` them and it is known how, torch's,
+    which Inductor fuses with what is beside them. Several may be at it at once."""
     if not functions:
         yield
         return
-    capture = _Capture([*functions, *liger.choosing()])
+    capture, outer = _Capture([*functions, *liger.choosing()], opens), getattr(_running, "capture", None)
     try:
         _settle(_captures.add, capture)
+        _running.capture = weakref.ref(capture)
         yield
     finally:
+        _running.capture = outer
         _settle(_captures.discard, capture)
+
+
+def _here() -> _Capture | None:
+    """The capture that this thread is at."""
+    capture = getattr(_running, "capture", None)
+    return None if capture is None else capture()  # type: ignore[no-any-return]
+
+
+def opened() -> tuple[str, ...]:
+    """Names of the Functions that the capture at hand has as torch's ops, in the order in which it met them."""
+    capture = _here()
+    return () if capture is None else tuple(capture.opened)
 
 
 def _settle(change: Callable[[_Capture], None], capture: _Capture) -> None:
@@ -107,6 +127,12 @@ def _applied(function: AutogradFunction, *arguments: Any) -> Any:
     """What `function.apply` gives, by the ops where a graph is captured. Raises PlanError naming what no graph can hold."""
     if not is_tracing() or getattr(_running, "is_on", False):
         return torch.autograd.Function.apply.__func__(function, *arguments)  # type: ignore[attr-defined]
+    capture = _here()
+    if capture is not None and capture.opens:
+        found = liger.by_torch(_name_of(function), arguments)
+        if found is not NotImplemented:
+            capture.opened[function.__qualname__] = None
+            return found
     call = _Traced.of(function, arguments)
     results = _Applied.apply(call, *tensors_of(arguments))
     return decoded(call.returned, results, call.sizes)
@@ -324,9 +350,6 @@ def _backward(said: Mapping[str, Any], operands: Sequence[Tensor], sizes: Sequen
         context = Context(said["needed"], kept["saved"], kept["attributes"])
         found = _function(said["backward"]).backward(context, *(decoded(word, own, sizes) for word in said["gradients"]))
     return found if isinstance(found, tuple) else (found,)
-
-
-_running = threading.local()
 
 
 @contextlib.contextmanager

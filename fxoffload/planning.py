@@ -149,16 +149,16 @@ class Planning:
             if self.plan is not None and not self.replan:
                 raise PlanError(
                     f"the plan does not cover this graph (fingerprint {fingerprint[:12]}) and replan=False{_other_versions(self.plan)}")
-            self._extend(graph, context, fingerprint)
+            self._extend(captured, context)
         elif self._has_other_kernels(self.plan.graphs[fingerprint], kernels_in(graph, captured.bounds, workspace)):
-            self._extend(graph, context, fingerprint)
+            self._extend(captured, context)
         lowered = self._apply(graph, context, fingerprint)
         assert self.plan is not None
         short = self._shortfall(graph, lowered, context, self.plan.graphs[fingerprint].replays)
         if short > 0:
             if not self.replan:
                 raise PlanError(f"at these sizes the plan needs {short} bytes more than device_budget, and replan=False", short)
-            self._extend(graph, context, fingerprint)
+            self._extend(captured, context)
             lowered = self._apply(graph, context, fingerprint)
         self._check_disk(lowered, context.bounds)
         assert self.plan is not None
@@ -206,7 +206,7 @@ class Planning:
     def decide(self, captured: CapturedStep) -> Plan:
         """The plan of a captured Step, made and not applied: what `lower` would decide. Raises PlanError when there is none."""
         context = self._bound(captured.graph, captured.bounds, self._workspace(captured.bounds))
-        solution = self._extend(captured.graph, context, captured.fingerprint)
+        solution = self._extend(captured, context)
         self._check_disk(solution.lowered, context.bounds)
         assert self.plan is not None
         return self.plan
@@ -287,7 +287,8 @@ class Planning:
 
     # Making plans -----------------------------------------------------------------------------------------------------
 
-    def _extend(self, graph: fx.Graph, context: Context, fingerprint: str) -> Solution:
+    def _extend(self, captured: CapturedStep, context: Context) -> Solution:
+        graph = captured.graph
         if self.plan is None and self.pins:
             for one in idle_pins(self.pins, value_names(graph, context.bounds), VALUE_PLACES):
                 raise PlanError(f"pin {one.pattern!r} to {one.place} matches no value of the sample's graph (dump_dir shows their names)")
@@ -304,9 +305,11 @@ class Planning:
             host = self.budgets.host_bytes if self.budgets.host_named else None
             self.plan = Plan(
                 self.budgets.device_bytes, host, self.machine.name, self.numerics, self._residency(), {}, made_with=versions_here())
-        notes = [f"{label}: {line}" for line in whole_losses(graph)] if self.numerics == "reordered" else []
-        extended = self.plan.with_graph(fingerprint, graph_plan)
-        self.plan = replace(extended, numerics=self.numerics, notes=tuple(dict.fromkeys([*self.plan.notes, *notes])))
+        lines = whole_losses(graph) if self.numerics == "reordered" else []
+        if captured.opened:
+            lines = [*lines, f"{', '.join(captured.opened)}: run as torch's ops, which Inductor fuses with those beside them"]
+        notes = dict.fromkeys([*self.plan.notes, *(f"{label}: {line}" for line in lines)])
+        self.plan = replace(self.plan.with_graph(captured.fingerprint, graph_plan), numerics=self.numerics, notes=tuple(notes))
         return solution
 
     def _problem(self, graph: fx.Graph, context: Context) -> Problem:

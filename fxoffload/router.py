@@ -242,7 +242,7 @@ class Router:
         is_new = generation not in generations
         self.maxima, self.scope = generation.maxima, scope
         try:
-            with self.session.home.entered(), capture_config(), as_ops(self.functions):
+            with self.session.home.entered(), capture_config(), as_ops(self.functions, self.session.options.executor == "inductor"):
                 out = generation.step(*scope.values(), self._variant(walk))
         except CAPTURE_FAILURES as error:
             raise self._failure(error) from None

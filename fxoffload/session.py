@@ -21,6 +21,7 @@ from .compile_cache.store import CompileCache, Restoring, Storing
 from .dispatch import settle_order
 from .errors import PlanError
 from .footprint import Footprint
+from .functions import opened
 from .graph import Role, border_of, name_of, output_of, returned, root_of
 from .heads import find_heads
 from .heap import Litter, heap_at_rest
@@ -275,10 +276,10 @@ class Session:
 
     def _lower(self, graph: fx.Graph) -> fx.Graph:
         if self._captures_only:
-            self.captured = CapturedStep.of(graph, self.router.maxima)
+            self.captured = CapturedStep.of(graph, self.router.maxima, opened())
             raise CaptureComplete  # nothing will run: neither code nor guards are made
         with heap_at_rest():
-            captured = CapturedStep.of(graph, self.router.maxima).for_executor(self.options.executor)
+            captured = CapturedStep.of(graph, self.router.maxima, opened()).for_executor(self.options.executor)
             label, lowered = self.planning.lower(captured)
             left_out = output_of(lowered).meta[_LEFT_OUT] = self._left_out(captured)
             if self.storing is not None and not left_out:

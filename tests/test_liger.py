@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import nn
 from zoo import Case, llama
 
 import fxoffload
+from fxoffload.integrations import liger
 
 pytest.importorskip("triton")
 pytest.importorskip("liger_kernel")
@@ -171,6 +173,94 @@ def test_it_is_planned_for_a_card_that_is_not_there(unpatched: None) -> None:
     case = patched("as-shipped")
     found = fxoffload.plan(case.model, case.batch, device_budget="1500MiB", machine="h200", executor="inductor", numerics="reordered")
     assert 0 < found.predicted.device_peak_bytes <= found.device_budget_bytes
+
+
+FUSED: dict[str, Any] = {"executor": "inductor", "numerics": "reordered"}
+
+
+@pytest.mark.parametrize("name", [n if n == "as-shipped" else pytest.param(n, marks=pytest.mark.slow) for n in PATCHES])
+def test_for_inductor_it_is_planned_as_the_model_without_liger(name: str, unpatched: None) -> None:
+    """A kernel that nothing can be fused with takes longer there than what it computes."""
+    budget: dict[str, Any] = {"device_budget": "320MiB", "machine": "h200", "pins": [fxoffload.pin("*", "host")]}
+    expected = fxoffload.plan(llama(vocab_size=16384).model, (4, 512), **budget, **FUSED)
+    found = fxoffload.plan(patched(name, vocab_size=16384).model, (4, 512), **budget, **FUSED)
+    assert found.predicted.step_s is not None and expected.predicted.step_s is not None
+    assert 0.998 * expected.predicted.step_s < found.predicted.step_s <= expected.predicted.step_s  # its loss needs one op less
+    assert found.predicted.device_peak_bytes == expected.predicted.device_peak_bytes and found.count()["chunk"] == 1
+    assert ["LigerRMSNormFunction, LigerRopeFunction, LigerSiLUMulFunction" in note for note in found.notes] == [True] and not expected.notes
+    assert "run as torch's ops" in found.explain()
+
+
+def test_op_by_op_its_kernels_run_as_they_are(unpatched: None) -> None:
+    case = patched("as-shipped")
+    found = fxoffload.plan(case.model, case.batch, device_budget="1500MiB", machine="h200", numerics="reordered")
+    assert not any("torch's ops" in note for note in found.notes)
+
+
+def test_a_loss_whose_options_are_not_known_stays_a_kernel(unpatched: None) -> None:
+    """Soft-capping inside of the fused loss: the norms are torch's ops all the same."""
+    case = patched("as-shipped")
+    plain = case.model.forward
+    case.model.forward = lambda **batch: plain(**batch, final_logit_softcapping=30.0)  # type: ignore[method-assign]
+    (note,) = fxoffload.plan(case.model, case.batch, device_budget="1500MiB", machine="h200", **FUSED).notes
+    assert "LigerRMSNormFunction" in note and "CrossEntropy" not in note
+
+
+def of_torch(module: str, name: str, *arguments: Any) -> Any:
+    return liger.by_torch(f"liger_kernel.ops.{module}:{name}", arguments)
+
+
+def test_by_torch_they_are_what_transformers_computes() -> None:
+    from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
+
+    torch.manual_seed(0)
+    x, weight = torch.randn(2, 8, 64, dtype=torch.bfloat16), torch.randn(64, dtype=torch.bfloat16)
+    for module, offset, mode in ((LlamaRMSNorm(64, 1e-5), 0.0, "llama"), (GemmaRMSNorm(64, 1e-5), 1.0, "gemma")):
+        module.weight.data = weight
+        assert torch.equal(of_torch("rms_norm", "LigerRMSNormFunction", x, weight, 1e-5, offset, mode), module(x))
+    q, k = torch.randn(2, 4, 8, 16), torch.randn(2, 2, 8, 16)
+    cos, sin = torch.randn(2, 8, 16), torch.randn(2, 8, 16)
+    expected = apply_rotary_pos_emb(q, k, cos, sin)
+    for a, b in zip(of_torch("rope", "LigerRopeFunction", q, k, cos, sin), expected, strict=True):
+        assert torch.equal(a, b)
+    assert of_torch("rope", "LigerRopeFunction", q, k, cos[..., :8], sin[..., :8]) is NotImplemented
+    logits, target = torch.randn(16, 32, dtype=torch.bfloat16), torch.randint(0, 32, (16,))
+    target[3] = -100
+    for kind in ("mean", "sum", "none"):
+        loss = of_torch("cross_entropy", "LigerCrossEntropyFunction", logits, target, None, -100, 0.0, 0.1, kind)[0]
+        assert torch.equal(loss, nn.functional.cross_entropy(logits.float(), target, ignore_index=-100, reduction=kind, label_smoothing=0.1))
+    assert of_torch("cross_entropy", "LigerCrossEntropyFunction", logits, target, None, -100, 1e-4) is NotImplemented
+
+
+SCALE = torch.linspace(0.5, 1.5, 64)
+KERNELS: dict[str, tuple[str, str, int, tuple[Any, ...]]] = {
+    "swiglu": ("swiglu", "LigerSiLUMulFunction", 2, ()), "swiglu-scaled": ("swiglu", "LigerSiLUMulFunction", 2, (1.5, 0.5)),
+    "geglu": ("geglu", "LigerGELUMulFunction", 2, ()),
+    **{f"norm-{mode}": ("rms_norm", "LigerRMSNormFunction", 1, (SCALE, 1e-5, 0.0, mode, False)) for mode in ("llama", "gemma", "none")},
+    "norm-offset": ("rms_norm", "LigerRMSNormFunction", 1, (SCALE, 1e-5, 1.0, "gemma", False)),
+    "rope": ("rope", "LigerRopeFunction", 2, (torch.randn(1, 8, 64), torch.randn(1, 8, 64))),
+    "loss": ("cross_entropy", "LigerCrossEntropyFunction", 1, (torch.arange(16), None, 3, 0.0, 0.1, "mean")),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", KERNELS)
+def test_by_torch_they_are_what_the_kernels_compute_on_a_card(name: str) -> None:
+    module, function, n, rest = KERNELS[name]
+    shape = (2, 4, 8, 64) if name == "rope" else (16, 64)
+    operands = [torch.randn(shape, device="cuda") for _ in range(n)]
+    rest = tuple(one.cuda() if isinstance(one, Tensor) else one for one in rest)
+    kernel = getattr(importlib.import_module(f"liger_kernel.ops.{module}"), function)
+    found = []
+    for call in (kernel.apply, lambda *arguments: of_torch(module, function, *arguments)):
+        given = [one.clone().requires_grad_() for one in operands]
+        results = call(*(g + 0 for g in given), *rest)  # kernels write over their operands
+        results = [r for r in (results if isinstance(results, tuple) else (results,)) if r is not None]
+        sum((r.float() * torch.linspace(0, 1, r.numel(), device="cuda").view(r.shape)).sum() for r in results).backward()  # type: ignore[union-attr]
+        found.append([*(r.detach() for r in results), *(g.grad for g in given)])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.gpu
