@@ -168,10 +168,18 @@ def swept_near(problem: Problem, recomputation: Recomputation, trained: frozense
                 return
             before = tried[resident].step_s
 
-    while_faster(every[every.index(near) if near is not None else 0 :])
+    while_faster(every[every.index(near) if near in every else 0 :])
     if all(candidate.found.loads for candidate in tried.values()):
         while_faster(every[::-1])
     yield from tried.values()
+
+
+def packed_first(problem: Problem, recomputation: Recomputation, budget_bytes: int) -> Iterator[Candidate]:
+    """Candidates in which what is worth most per byte and event resides or stays, with two shares of the memory left to copies under way."""
+    shares = _PACKED_SHARES[:2] if problem.machine.overlaps else (0.0,)
+    for resident, kept in _jointly_packed(
+            problem, recomputation, budget_bytes, shares, free_names(problem), recomputation.must, _ONE_MORE_POWERS):
+        yield from packed_as(problem, recomputation, resident, budget_bytes, kept)
 
 
 def _fitting(problem: Problem, recomputation: Recomputation, resident: frozenset[str], budget_bytes: int | None,

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from .candidates import (
-    Candidate, Recomputation, completed, free_names, least_s, recomputed, refined, settled, swept, swept_near, unlimited_bytes,
+    Candidate, Recomputation, completed, free_names, least_s, packed_first, recomputed, refined, settled, swept, swept_near, unlimited_bytes,
 )
 from .climb import climbed
 from .liveness import Liveness, liveness
@@ -34,7 +34,8 @@ class Effort:
     on a rung is only about the best there is. `n_refined`: recipes of a rung, the fastest, that are refined. `n_tries`: where there are any,
     values that stay by their worth are tried too, and the fastest is climbed from in so many tries. `spared`: the share of the best seconds that
     no search is worth. 0 tries every recipe on every rung unless it is proven to give nothing faster, with every resident set; else until one
-    is slower (`Search._ways`), with resident sets near that of the recipe before, and on smaller rungs only the best one's.
+    is slower (`Search._ways`), with resident sets near that of the recipe before, and on smaller rungs only the best one's. `packs`: then values
+    that stay by their worth are tried of every recipe.
     """
 
     most_events: int
@@ -43,11 +44,13 @@ class Effort:
     n_refined: int
     n_tries: int
     spared: float
+    packs: bool = False
 
 
 # A scan takes milliseconds where all rungs are searched, steps of 1/64 to 1/32 or 1/16 to 1/8, and up to a tenth of a second on the others.
 _EFFORTS = (
-    Effort(250, 6, 1 << 60, 2, 30, 0.0), Effort(600, 4, 1 << 60, 2, 30, 0.0), Effort(1500, 4, 3, 1, 0, 1e-3), Effort(1 << 60, 4, 1, 1, 0, 1e-3))
+    Effort(250, 6, 1 << 60, 2, 30, 0.0), Effort(600, 4, 1 << 60, 2, 30, 0.0), Effort(1500, 4, 3, 1, 0, 1e-3, True),
+    Effort(6000, 4, 1, 1, 0, 1e-3, True), Effort(1 << 60, 4, 1, 1, 0, 1e-3))
 # What a climb goes through at least, over all its tries.
 _TRIED_EVENTS = 4000
 # Candidates of a recipe on a rung, the fastest, that are completed, because what more memory gives them is not alike.
@@ -153,9 +156,10 @@ class Search:
         if of not in self.rungs:
             small = not self._effort.spared
             tried = list(swept(self.problem, made, self.trained, rung) if small else swept_near(self.problem, made, self.trained, rung, self.near))
-            fitting = self._fitting(tried)
-            n_settled = 1 if small else _COMPLETED
-            self.rungs[of] = _OfRung(tried, fitting, self._settled(fitting[:n_settled], rung))
+            # What is packed has filled its memory: what it could be completed with is no measure of it, nor of the others.
+            packed = list(packed_first(self.problem, made, rung)) if self._effort.packs else []
+            first = self._fitting(tried)[: 1 if small else _COMPLETED] + self._fitting(packed)[:1]
+            self.rungs[of] = _OfRung(tried + packed, self._fitting(tried + packed), self._settled(first, rung))
         return self._tell(recipe, rung, self.rungs[of])
 
     def _others(self, recipe: Recipe, rung: int, first: list[Candidate]) -> _OfRung:
