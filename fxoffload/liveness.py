@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import accumulate
-from typing import cast
+from typing import Final, cast
 
 import torch
 import torch.fx as fx
@@ -31,18 +31,19 @@ class Kind(str, Enum):
     OTHER = "other"
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Storage:
     """One piece of memory: `name` is its producer's canonical name (with ":i" for output i of several).
 
     Each Liveness has Storages of its own, equal to nothing but themselves.
     """
 
-    name: str
-    n_bytes: int
-    tier: Tier
-    kind: Kind
-    is_input: bool
+    # Final, not frozen: a search makes a hundred thousand, and what freezes a dataclass takes longer than making it.
+    name: Final[str]
+    n_bytes: Final[int]
+    tier: Final[Tier]
+    kind: Final[Kind]
+    is_input: Final[bool]
 
     @property
     def is_tangent(self) -> bool:
@@ -142,8 +143,9 @@ def liveness(graph: fx.Graph, bounds: Bounds | None = None) -> Liveness:
                 read = tuple(dict.fromkeys((*sources, *(s for w in awaited for s in borrowed.pop(w, ())))))
         for storage in read:
             uses[storage].append(i)
-        found = of[node] = _storages(node, spec, of, sources, i > border_index, bounds) if node.op != "output" else ()
-        made = tuple([s for s in found if s not in first]) if sources else found
+        looked_into = _looked_into(node, of, sources)
+        made = _made(node, spec, sources, i > border_index, bounds) if looked_into is None else ()
+        of[node] = made if looked_into is None else looked_into
         for storage in made:
             first[storage] = i
             uses[storage] = []
@@ -198,19 +200,21 @@ def _of_effect(
     return tuple(storage for operand in found for storage in of.get(operand, ()))
 
 
-def _storages(
-    node: fx.Node, spec: ops.Spec | None, of: dict[fx.Node, tuple[Storage, ...]], sources: tuple[Storage, ...], in_backward: bool,
-    bounds: Bounds,
-) -> tuple[Storage, ...]:
-    """What the node's value aliases. `sources`: the Storages of its operands."""
-    target, value = node.target, node.meta.get("val")
-    if node.op == "call_function":
-        if target is operator.getitem:
-            return _element(node, of, sources)
-        if returns_its_input(target):
-            return of.get(view_source(node), ())
-    elif node.op in ("placeholder", "get_attr"):
+def _looked_into(node: fx.Node, of: dict[fx.Node, tuple[Storage, ...]], sources: tuple[Storage, ...]) -> tuple[Storage, ...] | None:
+    """What a view or an element of a tuple aliases, nothing for the output; None for a node whose value is its own. `sources`: the Storages of
+    its operands."""
+    if node.op != "call_function":
+        return () if node.op == "output" else None
+    if node.target is operator.getitem:
+        return _element(node, of, sources)
+    return of.get(view_source(node), ()) if returns_its_input(node.target) else None
+
+
+def _made(node: fx.Node, spec: ops.Spec | None, sources: tuple[Storage, ...], in_backward: bool, bounds: Bounds) -> tuple[Storage, ...]:
+    """The Storages of a value that is its own."""
+    if node.op in ("placeholder", "get_attr"):
         return _input_storage(node, bounds)
+    value = node.meta.get("val")
     if isinstance(value, torch.Tensor):
         tier, kind = _tier(node, spec, sources), _kind(node, spec, sources, in_backward)
         return (Storage(name_of(node), tensor_bytes(value, bounds), tier, kind, False),)

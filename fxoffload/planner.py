@@ -14,7 +14,7 @@ import torch.fx as fx
 from .candidates import Candidate, bare
 from .errors import HostShort, PlanError, VerifyError
 from .graph import copy_graph, name_of
-from .heap import heap_at_rest
+from .heap import heap_at_rest, keep
 from .ladder import Search, least_bytes, rungs_within
 from .least_map import least_taken_bytes
 from .liveness import liveness
@@ -76,7 +76,12 @@ def solve(problem: Problem, known: Searches | None = None) -> Solution:
     """The fastest Solution found under the budget, the same one whatever is `known`. Raises PlanError with the true shortfall when there
     is none."""
     with heap_at_rest():
-        return next(solution for chosen in attempts(problem, known) if (solution := chosen.completed(problem)) is not None)
+        for chosen in attempts(problem, known):
+            if known is not None:
+                keep()  # what the searches made, which lasts as long as they do
+            if (solution := chosen.completed(problem)) is not None:
+                return solution
+    raise AssertionError("attempts end in a Solution or a PlanError")
 
 
 def attempts(problem: Problem, known: Searches | None = None) -> Iterator[Chosen]:
