@@ -127,19 +127,22 @@ def _looked_up(schedule: Schedule, bounds: Bounds, machine: Machine) -> dict[str
     return found
 
 
-def overlapped(schedule: Schedule, found: Scan, capacity_bytes: int | None, rates: Rates) -> Scan:
-    """The same scan with every load started earlier and every gradient awaited later.
+def overlapped(schedule: Schedule, found: Scan, capacity_bytes: int | None, rates: Rates) -> tuple[Scan, Bytes]:
+    """The same scan with every load started earlier and every gradient awaited later, and its `used_bytes`.
 
     `capacity_bytes`: device bytes beside the fixed inputs, None without a limit. Loads keep their order on the channel.
     """
     if not rates.overlaps:
-        return found
-    free = _free_bytes(schedule, found, capacity_bytes)
+        return found, used_bytes(schedule, found)
+    capacity = NEVER if capacity_bytes is None else capacity_bytes
+    # Bytes free during each event, once every value is dropped at its last use; what is under way is taken from them.
+    free = capacity - stayed_bytes(schedule, found) - schedule.workspace
     before_use = [0.0]
     for seconds in rates.event_s:
         before_use.append(before_use[-1] + seconds)
     loads = _earlier(schedule, found, free, before_use, rates)
-    return replace(found, loads=loads, sinks=_later(schedule, found, free, before_use, rates))
+    sinks = _later(schedule, found, free, before_use, rates)
+    return replace(found, loads=loads, sinks=sinks), capacity - free
 
 
 def _earlier(schedule: Schedule, found: Scan, free: Bytes, before_use: list[float], rates: Rates) -> list[Load]:
@@ -353,11 +356,6 @@ def _border_position(schedule: Schedule) -> int:
         if schedule.live.nodes[event.index].target is ops.backward:
             return i
     return len(schedule.events)
-
-
-def _free_bytes(schedule: Schedule, found: Scan, capacity_bytes: int | None) -> Bytes:
-    """Bytes free during each event, once every value is dropped at its last use."""
-    return (NEVER if capacity_bytes is None else capacity_bytes) - stayed_bytes(schedule, found) - schedule.workspace
 
 
 def stayed_bytes(schedule: Schedule, found: Scan) -> Bytes:
