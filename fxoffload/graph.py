@@ -278,8 +278,12 @@ class Names:
     """Gives canonical names: "module path/op#index", unique within one Graph."""
 
     def __init__(self, graph: fx.Graph | None = None) -> None:
-        self._taken: set[str] = {name_of(node) for node in graph.nodes} if graph is not None else set()
-        self._counts: Counter[str] = Counter()
+        self._graph, self._counts = graph, Counter[str]()
+
+    @functools.cached_property
+    def _taken(self) -> set[str]:
+        """Names that the graph has when the first one is asked for, and those given since."""
+        return {name_of(node) for node in self._graph.nodes} if self._graph is not None else set()
 
     def fresh(self, stem: str, separator: str = "#") -> str:
         """`stem` + separator + the next free index."""

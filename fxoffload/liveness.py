@@ -162,6 +162,27 @@ def liveness(graph: fx.Graph, bounds: Bounds | None = None) -> Liveness:
     return Liveness(nodes, index, of, reads, makes, first, last, {s: tuple(u) for s, u in uses.items()}, escapes, border_index)
 
 
+def with_releases(live: Liveness) -> Liveness:
+    """The Liveness of the same graph once releases were inserted, each behind the last use of what it releases: nothing else has changed."""
+    nodes = tuple(live.nodes[0].graph.nodes) if live.nodes else ()
+    index = {node: i for i, node in enumerate(nodes)}
+    at = [index[node] for node in live.nodes]
+    of = live.of.copy()
+    reads: list[tuple[Storage, ...]] = [()] * len(nodes)
+    makes = reads.copy()
+    for i, read, made in zip(at, live.reads, live.makes, strict=True):
+        reads[i], makes[i] = read, made
+    uses = {storage: tuple([at[i] for i in used]) for storage, used in live.uses.items()}
+    for i, node in enumerate(nodes):
+        if node not in of:
+            of[node], reads[i] = (), _sources(node, of)
+            uses.update((storage, (*uses[storage], i)) for storage in reads[i])
+    first = {storage: at[i] for storage, i in live.first.items()}
+    last = {storage: used[-1] if used else first[storage] for storage, used in uses.items()}
+    border = at[live.border] if live.border < len(at) else len(nodes)
+    return Liveness(nodes, index, of, reads, makes, first, last, uses, live.escapes, border)
+
+
 def _sources(node: fx.Node, of: dict[fx.Node, tuple[Storage, ...]]) -> tuple[Storage, ...]:
     """The Storages of the node's operands, each once."""
     inputs = operands(node)

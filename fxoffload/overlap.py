@@ -71,18 +71,21 @@ class Rates:
         def home(storage: Storage) -> Tier:
             return swap_tier if not storage.is_input else storage.tier if storage.tier.on_host else Tier.PINNED
 
+        @functools.cache
         def load_s(storage: Storage) -> float:
             return transfer_s(storage.n_bytes, Channel.H2D, home(storage))
 
         def merged_s(storages: Sequence[Storage]) -> float:
             return transfer_s(sum(storage.n_bytes for storage in storages), Channel.H2D, home(storages[0]))
 
+        @functools.cache
         def least_load_s(storage: Storage) -> float:
             if storage.n_bytes >= bucket_bytes or storage not in schedule.mergeable:
                 return load_s(storage)
             # A bucket grows until it has `bucket_bytes`, by copies that are smaller.
             return storage.n_bytes * least_s_per_byte(2 * bucket_bytes, Channel.H2D, home(storage))
 
+        @functools.cache
         def spill_s(storage: Storage) -> float:
             return transfer_s(storage.n_bytes, Channel.D2H, swap_tier)
 
@@ -252,15 +255,19 @@ class _Run:
     def end_s(self) -> float:
         begins = self.starting.keys() | self.awaited.keys()
         ends = self.rates.sink_s.keys() | self.until.values() | self.left.keys() | self.leaving.keys()
+        touched, issues = begins | ends, self.rates.dispatch_s > 0
         for event, seconds in zip(self.schedule.events, self.rates.event_s):
             index = event.index
-            if index in begins:
-                self._begin(index)
-            if seconds:
-                self._issue()
+            if index in touched or issues:
+                if index in begins:
+                    self._begin(index)
+                if seconds:
+                    self._issue()
+                    self.now += seconds
+                if index in ends:
+                    self._end(index)
+            else:
                 self.now += seconds
-            if index in ends:
-                self._end(index)
         return max(self.now, self.h2d, self.d2h)
 
     def _begin(self, index: int) -> None:
