@@ -199,8 +199,8 @@ def base_nodes(live: Liveness) -> Mapping[Storage, fx.Node]:
 
 def _base_nodes(live: Liveness) -> Mapping[Storage, fx.Node]:
     found: dict[Storage, fx.Node] = {}
-    for node in live.nodes:
-        storages = live.of.get(node, ())
+    for node, made in zip(live.nodes, live.makes, strict=True):
+        storages = live.of[node] if node.target is operator.getitem else made
         if len(storages) == 1 and isinstance(node.meta.get("val"), torch.Tensor):
             found.setdefault(storages[0], node)
     return found

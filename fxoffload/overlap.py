@@ -12,7 +12,7 @@ from bisect import bisect_left, bisect_right
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import accumulate, chain
 
 import numpy as np
 import torch.fx as fx
@@ -140,9 +140,7 @@ def overlapped(schedule: Schedule, found: Scan, capacity_bytes: int | None, rate
     capacity = NEVER if capacity_bytes is None else capacity_bytes
     # Bytes free during each event, once every value is dropped at its last use; what is under way is taken from them.
     free = capacity - stayed_bytes(schedule, found) - schedule.workspace
-    before_use = [0.0]
-    for seconds in rates.event_s:
-        before_use.append(before_use[-1] + seconds)
+    before_use = list(accumulate(rates.event_s, initial=0.0))
     loads = _earlier(schedule, found, free, before_use, rates)
     sinks = _later(schedule, found, free, before_use, rates)
     return replace(found, loads=loads, sinks=sinks), capacity - free
@@ -173,13 +171,13 @@ def _earlier(schedule: Schedule, found: Scan, free: Bytes, before_use: list[floa
 
 def _first_with_room(free: Bytes, first: int, end: int, n_bytes: int) -> int:
     """The first event from which on `n_bytes` are free until before `end`."""
-    short = np.flatnonzero(free[first:end] < n_bytes)
+    (short,) = (free[first:end] < n_bytes).nonzero()
     return first + int(short[-1]) + 1 if short.size else first
 
 
 def _last_with_room(free: Bytes, start: int, last: int, n_bytes: int) -> int:
     """The last event up to which `n_bytes` are free after `start`."""
-    short = np.flatnonzero(free[start + 1 : last + 1] < n_bytes)
+    (short,) = (free[start + 1 : last + 1] < n_bytes).nonzero()
     return start + int(short[0]) if short.size else last
 
 
@@ -189,10 +187,11 @@ def _later(schedule: Schedule, found: Scan, free: Bytes, before_use: list[float]
     for spill in found.spills:
         sent[spill.after] += rates.spill_s(spill.storage)
     d2h_s, sinks, last = 0.0, [], len(schedule.events) - 2
-    for i, event in enumerate(schedule.events):
+    for i in sorted({schedule.position[index] for index in chain(sent, rates.sink_s)}):
+        event = schedule.events[i]
         if event.index in sent:
             d2h_s = max(d2h_s, before_use[i + 1]) + sent[event.index] * _SLACK
-        if not _is_sink(schedule.live.nodes[event.index]):
+        if event.index not in rates.sink_s:
             continue
         n_bytes = _bytes(event)
         d2h_s = max(d2h_s, before_use[i + 1]) + rates.sink_s[event.index] * _SLACK
@@ -201,10 +200,6 @@ def _later(schedule: Schedule, found: Scan, free: Bytes, before_use: list[float]
         free[i + 1 : until + 1] -= n_bytes
         sinks.append(Sunk(event.index, schedule.events[until].index))
     return sinks
-
-
-def _is_sink(node: fx.Node) -> bool:
-    return node.target is ops.swap_out
 
 
 def schedule_s(schedule: Schedule, found: Scan, rates: Rates) -> float:
@@ -359,10 +354,7 @@ def _bytes(event: Event) -> int:
 
 def _border_position(schedule: Schedule) -> int:
     """Where the border stands in the event list; beyond its end in a graph without a backward."""
-    for i, event in enumerate(schedule.events):
-        if schedule.live.nodes[event.index].target is ops.backward:
-            return i
-    return len(schedule.events)
+    return bisect_left(schedule.events, schedule.live.border, key=lambda event: event.index)
 
 
 def stayed_bytes(schedule: Schedule, found: Scan) -> Bytes:
