@@ -13,6 +13,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from .liveness import Storage
 from .overlap import Rates
 from .spill import Bytes, Load, Scan, Schedule, Spill, Stay
@@ -43,7 +45,7 @@ class Item:
 
     def most_bytes(self, used: Bytes) -> int:
         """The most that is `used` at an event of its spans."""
-        return max([0, *(int(used[first:end].max()) for first, end in self.spans)])
+        return max([0, *[int(np.maximum.reduce(used[first:end])) for first, end in self.spans]])
 
     def keep(self, used: Bytes) -> None:
         """Adds its bytes to what is `used`."""

@@ -19,7 +19,8 @@ def run(graph: fx.Graph, ctx: Context) -> fx.Graph:
     decisions = [one for one in (ctx.plan.decisions if ctx.plan is not None else ()) if isinstance(one, Recompute)]
     if border is None or not decisions:
         return graph
-    nodes, names = by_name(graph), Names(graph)
+    nodes = by_name(graph)
+    names = Names(nodes=nodes)
     in_backward = _after(graph, border)
     for decision in decisions:
         value = nodes[decision.value]
