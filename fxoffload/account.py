@@ -58,7 +58,7 @@ def limits(lowered: fx.Graph, bounds: Bounds, machine: Machine, moved_bytes: Map
     """
     copies = {channel: moved_bytes.get(channel, 0) / per_s for channel, per_s in machine.channel_bytes_per_s.items()}
     rates = machine.flops_per_s
-    products = (product_of(node, bounds) for node in lowered.nodes if node.op == "call_function")
+    products = (bounds.told(product_of, node) for node in lowered.nodes if node.op == "call_function")
     compute_s = sum(work.n_flops / rates.get(work.dtype, max(rates.values())) for work in products if work is not None)
     return {"compute": compute_s + (machine.contention.matrix or 0.0) * sum(copies.values()), **copies, "host": None}
 

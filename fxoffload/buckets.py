@@ -13,7 +13,8 @@ return; no such copy is held up by more than `_HELD_UP` of its own seconds.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -26,10 +27,11 @@ from .spill import Bytes, Load, Scan, Schedule, Stay
 GROUP_BYTES = 16 << 20
 # A quarter of what overlap.py plans the seconds of every copy too long by.
 _HELD_UP = 1 / 8
+# The largest of some bytes: what `max` of an array calls, which takes half the time by itself for the few that a copy lasts.
+_most = np.maximum.reduce
 
 
-@dataclass(frozen=True, slots=True)
-class Copy:
+class Copy(NamedTuple):
     """A copy to the device of `n_bytes`, which count from place `start` up to, not including, place `end`.
 
     `kind`: what members of one group have in common, host tier and half of the step; None for what can be in no group.
@@ -47,24 +49,27 @@ def groups_of(copies: Iterable[Copy], alive: Bytes, limit_bytes: int) -> list[li
     `alive`: bytes on the device at every place, each copy's own included. `limit_bytes`: a group's size, and what a copy in it is
     smaller than.
     """
-    search = _Search(_Room(alive), limit_bytes)
-    for number, copy in enumerate(copies):
-        search.take(number, copy)
-    search.end()
-    return search.found
+    return _Search(_Room(alive), limit_bytes).run(copies).found
 
 
 class _Search:
-    """The groups `found` so far, and the one that is open."""
+    """The groups `found` so far, the one that is open, and the `room` that they leave."""
 
     def __init__(self, room: _Room, limit_bytes: int) -> None:
         self.found: list[list[int]] = []
-        self._room, self._limit_bytes = room, limit_bytes
+        self.room, self._limit_bytes = room, limit_bytes
         self._numbers: list[int] = []
         self._group: list[Copy] = []
         self._group_bytes = 0
         # What may still join: it would go ahead of the copies that the group has passed.
         self._ahead_bytes = 0.0
+
+    def run(self, copies: Iterable[Copy]) -> _Search:
+        """Itself, once it has been through all copies."""
+        for number, copy in enumerate(copies):
+            self.take(number, copy)
+        self.end()
+        return self
 
     def take(self, number: int, copy: Copy) -> None:
         """The next copy on the channel joins the group, is passed by it, or begins another."""
@@ -76,7 +81,7 @@ class _Search:
             self._ahead_bytes = float("inf")
         self._numbers.append(number)
         self._group.append(copy)
-        self._room.join(copy)
+        self.room.join(copy)
         self._group_bytes += copy.n_bytes
         self._ahead_bytes -= copy.n_bytes
 
@@ -84,59 +89,59 @@ class _Search:
         """The open group is one of those found, if it is more than one copy."""
         if len(self._group) > 1:
             self.found.append(self._numbers)
-            self._room.take()
+            self.room.take()
         else:
-            self._room.part(self._group)
-        self._room.open()
+            self.room.part(self._group)
+        self.room.open()
         self._numbers, self._group, self._group_bytes = [], [], 0
 
     def _has_place(self, copy: Copy) -> bool:
         if not self._group or self._group[0].kind != copy.kind:
             return False
         fits = self._group_bytes < self._limit_bytes and copy.n_bytes <= self._ahead_bytes
-        return fits and self._room.holds(copy)
+        return fits and self.room.holds(copy)
 
 
 class _Room:
-    """Device bytes alive at every place, and whether a group as one Storage stays below their peak. Of the open group's members
+    """Device bytes `alive` at every place, and whether a group as one Storage stays below their peak. Of the open group's members
     none counts by itself: as a group they take `_group_bytes` from `_first` up to `_end`."""
 
     def __init__(self, alive: Bytes) -> None:
-        self._alive = alive.copy()
+        self.alive = alive.copy()
         self._peak_bytes = int(alive.max(initial=0))
         self.open()
 
     def open(self) -> None:
         """Another group is open, without members."""
-        self._first, self._end, self._group_bytes = len(self._alive), 0, 0
+        self._first, self._end, self._group_bytes = len(self.alive), 0, 0
 
     def holds(self, copy: Copy) -> bool:
         """True when the open group and this copy fit at every place from their first start to their last end."""
         first, end = min(self._first, copy.start), max(self._end, copy.end)
         room = self._peak_bytes - self._group_bytes - padded(copy.n_bytes)
-        during, ahead, behind = self._alive[copy.start : copy.end], self._alive[first : copy.start], self._alive[copy.end : end]
-        if during.size and during.max() - copy.n_bytes > room:
+        during, ahead, behind = self.alive[copy.start : copy.end], self.alive[first : copy.start], self.alive[copy.end : end]
+        if during.size and _most(during) - copy.n_bytes > room:
             return False
-        return room >= 0 and not (ahead.size and ahead.max() > room) and not (behind.size and behind.max() > room)
+        return room >= 0 and not (ahead.size and _most(ahead) > room) and not (behind.size and _most(behind) > room)
 
     def join(self, copy: Copy) -> None:
         """The copy is a member of the open group."""
-        self._alive[copy.start : copy.end] -= copy.n_bytes
+        self.alive[copy.start : copy.end] -= copy.n_bytes
         self._first, self._end = min(self._first, copy.start), max(self._end, copy.end)
         self._group_bytes += padded(copy.n_bytes)
 
     def take(self) -> None:
         """The group's bytes are there from now on."""
-        self._alive[self._first : self._end] += self._group_bytes
+        self.alive[self._first : self._end] += self._group_bytes
 
     def part(self, members: Sequence[Copy]) -> None:
         """The members count by themselves again."""
         for copy in members:
-            self._alive[copy.start : copy.end] += copy.n_bytes
+            self.alive[copy.start : copy.end] += copy.n_bytes
 
 
-def bucketed(schedule: Schedule, found: Scan, used: Bytes, limit_bytes: int = GROUP_BYTES) -> Scan:
-    """The scan with its small copies of parameters in buckets: those of one `bucket` start with the first of them.
+def bucketed(schedule: Schedule, found: Scan, used: Bytes, limit_bytes: int = GROUP_BYTES) -> tuple[Scan, Bytes]:
+    """The scan with its small copies of parameters in buckets, those of one `bucket` start with the first of them, and its `used_bytes`.
 
     `used`: bytes taken at each event, `overlap.used_bytes` of `found`.
     """
@@ -150,9 +155,11 @@ def bucketed(schedule: Schedule, found: Scan, used: Bytes, limit_bytes: int = GR
             kind = load.storage.tier, in_backward
         copies.append(Copy(position[load.start], (last or 0) + 1, load.storage.n_bytes, kind))
     merged: dict[Load, Load] = {}
-    for bucket, group in enumerate(groups_of(copies, used, limit_bytes)):
-        merged |= {loads[i]: loads[i]._replace(start=loads[group[0]].start, bucket=bucket) for i in group}
-    return replace(found, loads=[merged.get(load, load) for load in found.loads])
+    search = _Search(_Room(used), limit_bytes).run(copies)
+    for bucket, group in enumerate(search.found):
+        start = loads[group[0]].start
+        merged.update((loads[i], Load(loads[i].storage, loads[i].before, start, bucket)) for i in group)
+    return replace(found, loads=[merged.get(load, load) for load in found.loads]), search.room.alive
 
 
 def transfers_of(loads: Iterable[Load]) -> list[list[Load]]:

@@ -17,7 +17,7 @@ from .overlap import Costs, Rates, overlapped, schedule_s, stalls_s, used_bytes
 from .plans import Decision, GraphPlan, Prediction, Recompute
 from .problem import Parameter, Problem, apply, outside_bytes, place_parameters
 from .recipes import Recipe
-from .spill import NEVER, Ground, Scan, Schedule
+from .spill import NEVER, Bytes, Ground, Scan, Schedule
 
 # The rewrites that plan-swap must see done.
 BEFORE_SWAPS = ("sink-gradients", "insert-checkpoint", "recompute")
@@ -80,7 +80,8 @@ class Recomputation:
 @dataclass(frozen=True, slots=True)
 class Candidate:
     """A recomputation and resident set, scanned under some budget: what it loads and spills, the seconds that gives, and the live bytes
-    it takes, `outside_bytes` included. `single`: the scan with every copy by itself, before some were put in buckets."""
+    it takes, `outside_bytes` included. `single`: the scan with every copy by itself, before some were put in buckets. `used`: the `used_bytes`
+    of `single` and of `found`, where the search adds to them."""
 
     recomputation: Recomputation
     resident: frozenset[str]
@@ -89,6 +90,7 @@ class Candidate:
     found: Scan
     step_s: float
     live_bytes: int
+    used: tuple[Bytes, Bytes] | None = field(default=None, compare=False, repr=False)
 
     @property
     def schedule(self) -> Schedule:
@@ -269,7 +271,7 @@ def packed_as(problem: Problem, recomputation: Recomputation, resident: frozense
     """The candidate that stays in exactly the `kept` gaps; none where copies under way leave it no room."""
     room, schedule = room_of(problem, recomputation, resident, budget_bytes), recomputation.schedule
     found = gaps_of(problem, recomputation, resident).laid_out(kept, room)
-    candidate = priced(problem, recomputation, resident, overlapped(schedule, found, room, recomputation.rates_with(resident)))
+    candidate = priced(problem, recomputation, resident, *overlapped(schedule, found, room, recomputation.rates_with(resident)))
     if candidate.live_bytes <= problem.footprint.live_bytes(budget_bytes):
         yield candidate
 
@@ -329,51 +331,57 @@ def scanned(problem: Problem, recomputation: Recomputation, resident: frozenset[
         None if live is None else live - slack, context.kept_values, context.swapped_values, resident, to_the_end and not slack, ground)
     if found.shortfall_bytes:
         return Candidate(recomputation, resident, outside, found, found, float("inf"), 0)
-    return priced(problem, recomputation, resident, overlapped(schedule, found, None if live is None else live - ground.fixed_bytes, rates))
+    return priced(problem, recomputation, resident, *overlapped(schedule, found, None if live is None else live - ground.fixed_bytes, rates))
 
 
 def unlimited_bytes(problem: Problem, recomputation: Recomputation, resident: frozenset[str]) -> int:
     """The live bytes of a candidate that has all the memory there is."""
     context, schedule, ground = problem.context, recomputation.schedule, recomputation.ground(resident)
     found = schedule.scan(None, context.kept_values, context.swapped_values, resident, ground=ground)
-    used = used_bytes(schedule, overlapped(schedule, found, None, recomputation.rates))
+    _, used = overlapped(schedule, found, None, recomputation.rates)
     return recomputation.outside_bytes(problem, resident) + ground.fixed_bytes + int(used.max(initial=0))
 
 
-def priced(problem: Problem, recomputation: Recomputation, resident: frozenset[str], single: Scan) -> Candidate:
-    """The candidate of a scan whose copies start and end where they should: small ones in buckets, and what that takes."""
-    schedule, used = recomputation.schedule, used_bytes(recomputation.schedule, single)
-    found = bucketed(schedule, single, used, problem.bucket_bytes)
+def priced(problem: Problem, recomputation: Recomputation, resident: frozenset[str], single: Scan, used: Bytes) -> Candidate:
+    """The candidate of a scan whose copies start and end where they should: small ones in buckets, and what that takes. `used`: the
+    `used_bytes` of the scan."""
+    schedule = recomputation.schedule
+    found, with_buckets = bucketed(schedule, single, used, problem.bucket_bytes)
     outside = recomputation.outside_bytes(problem, resident)
     # Buckets stay below the peak that is there without.
     taken = outside + recomputation.ground(resident).fixed_bytes + int(used.max(initial=0))
-    return Candidate(recomputation, resident, outside, single, found, schedule_s(schedule, found, recomputation.rates_with(resident)), taken)
+    step_s = schedule_s(schedule, found, recomputation.rates_with(resident))
+    return Candidate(recomputation, resident, outside, single, found, step_s, taken, (used, with_buckets))
 
 
 def settled(problem: Problem, candidate: Candidate, budget_bytes: int) -> Candidate:
     """The candidate, or that with what else the budget it was scanned under has room for where it is faster: before buckets are made,
     because what came in one cannot stay longer than all of it."""
-    more, resident, _ = _filled(problem, candidate, candidate.single, budget_bytes, budget_bytes)
+    assert candidate.used is not None
+    more, resident, _ = _filled(problem, candidate, candidate.single, candidate.used[0], budget_bytes, budget_bytes)
     if more is candidate.single:
         return candidate
-    return min(candidate, priced(problem, candidate.recomputation, resident, more), key=lambda c: c.step_s)
+    used = used_bytes(candidate.schedule, more)
+    return min(candidate, priced(problem, candidate.recomputation, resident, more, used), key=lambda c: c.step_s)
 
 
 def completed(problem: Problem, candidate: Candidate, budget_bytes: int, most_bytes: int) -> Candidate:
     """The candidate with what else `budget_bytes` has room for, of what `most_bytes`, the largest budget it is asked for, has: never
     slower, and what is left in buckets stays there."""
-    found, resident, live_bytes = _filled(problem, candidate, candidate.found, budget_bytes, most_bytes)
+    assert candidate.used is not None
+    found, resident, live_bytes = _filled(problem, candidate, candidate.found, candidate.used[1], budget_bytes, most_bytes)
     same = found is candidate.found
     step_s = candidate.step_s if same else schedule_s(candidate.schedule, found, candidate.recomputation.rates_with(resident))
-    return replace(candidate, resident=resident, single=found, found=found, step_s=step_s, live_bytes=live_bytes)
+    return replace(candidate, resident=resident, single=found, found=found, step_s=step_s, live_bytes=live_bytes, used=None)
 
 
-def _filled(problem: Problem, candidate: Candidate, found: Scan, budget_bytes: int, most_bytes: int) -> tuple[Scan, frozenset[str], int]:
-    """The scan with what else fits, what resides then, and the live bytes that are taken."""
+def _filled(problem: Problem, candidate: Candidate, found: Scan, used: Bytes, budget_bytes: int,
+            most_bytes: int) -> tuple[Scan, frozenset[str], int]:
+    """The scan, whose `used_bytes` are `used`, with what else fits, what resides then, and the live bytes that are taken."""
     recomputation = candidate.recomputation
     outside = candidate.outside_bytes + recomputation.ground(candidate.resident).fixed_bytes
     room, most = (problem.footprint.live_bytes(n) - outside for n in (budget_bytes, most_bytes))
-    more = filled(candidate.schedule, found, recomputation.rates, room, most, free_names(problem), problem.context.swapped_values)
+    more = filled(candidate.schedule, found, used, recomputation.rates, room, most, free_names(problem), problem.context.swapped_values)
     return more.found, candidate.resident | more.resident, outside + more.used_bytes
 
 

@@ -76,8 +76,7 @@ def _priced(problem: Problem, made: Recomputation, choice: Choice, gaps: Sequenc
     ground, outside = made.ground(resident), problem.fixed_bytes + outside_bytes(problem, resident)
     capacity = problem.footprint.live_bytes(budget) - outside - ground.fixed_bytes
     found = Gaps.of(made.schedule, ground, made.rates, problem.context.kept_values, problem.context.swapped_values).laid_out(choice.kept, capacity)
-    found = overlapped(made.schedule, found, capacity, made.rates_with(resident))
-    candidate = priced(problem, made, resident, found)
+    candidate = priced(problem, made, resident, *overlapped(made.schedule, found, capacity, made.rates_with(resident)))
     return settled(problem, candidate, budget) if candidate.live_bytes <= problem.footprint.live_bytes(budget) else None
 
 

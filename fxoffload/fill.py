@@ -13,8 +13,10 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from .liveness import Storage
-from .overlap import Rates, used_bytes
+from .overlap import Rates
 from .spill import Bytes, Load, Scan, Schedule, Spill, Stay
 
 # Events by number, from one up to, not including, another.
@@ -43,7 +45,7 @@ class Item:
 
     def most_bytes(self, used: Bytes) -> int:
         """The most that is `used` at an event of its spans."""
-        return max([0, *(int(used[first:end].max()) for first, end in self.spans)])
+        return max([0, *[int(np.maximum.reduce(used[first:end])) for first, end in self.spans]])
 
     def keep(self, used: Bytes) -> None:
         """Adds its bytes to what is `used`."""
@@ -60,13 +62,13 @@ class Filled:
     used_bytes: int
 
 
-def filled(schedule: Schedule, found: Scan, rates: Rates, capacity_bytes: int, most_bytes: int,
+def filled(schedule: Schedule, found: Scan, used: Bytes, rates: Rates, capacity_bytes: int, most_bytes: int,
            may_reside: frozenset[str] = frozenset(), must_leave: frozenset[str] = frozenset()) -> Filled:
     """`found` with what fits `capacity_bytes`, beside the fixed inputs, of what would fit `most_bytes`, the largest capacity it is asked for.
 
-    `may_reside`: names of inputs that may become resident; `must_leave`: of values that are to be swapped.
+    `used`: the `used_bytes` of `found`. `may_reside`: names of inputs that may become resident; `must_leave`: of values that are to be swapped.
     """
-    used, n_events = used_bytes(schedule, found), len(schedule.events)
+    used, n_events = used.copy(), len(schedule.events)
     taken: list[Item] = []
     peak_bytes = int(used.max(initial=0))
     thresholds: dict[Storage, list[int]] = defaultdict(list)

@@ -277,9 +277,15 @@ def _target_name(target: object) -> str:
 class Names:
     """Gives canonical names: "module path/op#index", unique within one Graph."""
 
-    def __init__(self, graph: fx.Graph | None = None) -> None:
-        self._taken: set[str] = {name_of(node) for node in graph.nodes} if graph is not None else set()
-        self._counts: Counter[str] = Counter()
+    def __init__(self, graph: fx.Graph | None = None, nodes: Mapping[str, fx.Node] | None = None) -> None:
+        self._graph, self._nodes, self._counts = graph, nodes, Counter[str]()
+
+    @functools.cached_property
+    def _taken(self) -> set[str]:
+        """Names that the graph has when the first one is asked for, or those of its `nodes` where they are known; and those given since."""
+        if self._nodes is not None:
+            return set(self._nodes)
+        return {name_of(node) for node in self._graph.nodes} if self._graph is not None else set()
 
     def fresh(self, stem: str, separator: str = "#") -> str:
         """`stem` + separator + the next free index."""

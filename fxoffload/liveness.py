@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import accumulate
-from typing import cast
+from typing import Final, cast
 
 import torch
 import torch.fx as fx
@@ -31,18 +31,19 @@ class Kind(str, Enum):
     OTHER = "other"
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Storage:
     """One piece of memory: `name` is its producer's canonical name (with ":i" for output i of several).
 
     Each Liveness has Storages of its own, equal to nothing but themselves.
     """
 
-    name: str
-    n_bytes: int
-    tier: Tier
-    kind: Kind
-    is_input: bool
+    # Final, not frozen: a search makes a hundred thousand, and what freezes a dataclass takes longer than making it.
+    name: Final[str]
+    n_bytes: Final[int]
+    tier: Final[Tier]
+    kind: Final[Kind]
+    is_input: Final[bool]
 
     @property
     def is_tangent(self) -> bool:
@@ -142,8 +143,9 @@ def liveness(graph: fx.Graph, bounds: Bounds | None = None) -> Liveness:
                 read = tuple(dict.fromkeys((*sources, *(s for w in awaited for s in borrowed.pop(w, ())))))
         for storage in read:
             uses[storage].append(i)
-        found = of[node] = _storages(node, spec, of, sources, i > border_index, bounds) if node.op != "output" else ()
-        made = tuple([s for s in found if s not in first]) if sources else found
+        looked_into = _looked_into(node, of, sources)
+        made = _made(node, spec, sources, i > border_index, bounds) if looked_into is None else ()
+        of[node] = made if looked_into is None else looked_into
         for storage in made:
             first[storage] = i
             uses[storage] = []
@@ -158,6 +160,27 @@ def liveness(graph: fx.Graph, bounds: Bounds | None = None) -> Liveness:
     escapes = frozenset(returned | {s for s in first if s.is_input})
     last = {s: (uses[s][-1] if uses[s] else first[s]) for s in first}
     return Liveness(nodes, index, of, reads, makes, first, last, {s: tuple(u) for s, u in uses.items()}, escapes, border_index)
+
+
+def with_releases(live: Liveness) -> Liveness:
+    """The Liveness of the same graph once releases were inserted, each behind the last use of what it releases: nothing else has changed."""
+    nodes = tuple(live.nodes[0].graph.nodes) if live.nodes else ()
+    index = {node: i for i, node in enumerate(nodes)}
+    at = [index[node] for node in live.nodes]
+    of = live.of.copy()
+    reads: list[tuple[Storage, ...]] = [()] * len(nodes)
+    makes = reads.copy()
+    for i, read, made in zip(at, live.reads, live.makes, strict=True):
+        reads[i], makes[i] = read, made
+    uses = {storage: tuple([at[i] for i in used]) for storage, used in live.uses.items()}
+    for i, node in enumerate(nodes):
+        if node not in of:
+            of[node], reads[i] = (), _sources(node, of)
+            uses.update((storage, (*uses[storage], i)) for storage in reads[i])
+    first = {storage: at[i] for storage, i in live.first.items()}
+    last = {storage: used[-1] if used else first[storage] for storage, used in uses.items()}
+    border = at[live.border] if live.border < len(at) else len(nodes)
+    return Liveness(nodes, index, of, reads, makes, first, last, uses, live.escapes, border)
 
 
 def _sources(node: fx.Node, of: dict[fx.Node, tuple[Storage, ...]]) -> tuple[Storage, ...]:
@@ -176,8 +199,8 @@ def base_nodes(live: Liveness) -> Mapping[Storage, fx.Node]:
 
 def _base_nodes(live: Liveness) -> Mapping[Storage, fx.Node]:
     found: dict[Storage, fx.Node] = {}
-    for node in live.nodes:
-        storages = live.of.get(node, ())
+    for node, made in zip(live.nodes, live.makes, strict=True):
+        storages = live.of[node] if node.target is operator.getitem else made
         if len(storages) == 1 and isinstance(node.meta.get("val"), torch.Tensor):
             found.setdefault(storages[0], node)
     return found
@@ -198,19 +221,21 @@ def _of_effect(
     return tuple(storage for operand in found for storage in of.get(operand, ()))
 
 
-def _storages(
-    node: fx.Node, spec: ops.Spec | None, of: dict[fx.Node, tuple[Storage, ...]], sources: tuple[Storage, ...], in_backward: bool,
-    bounds: Bounds,
-) -> tuple[Storage, ...]:
-    """What the node's value aliases. `sources`: the Storages of its operands."""
-    target, value = node.target, node.meta.get("val")
-    if node.op == "call_function":
-        if target is operator.getitem:
-            return _element(node, of, sources)
-        if returns_its_input(target):
-            return of.get(view_source(node), ())
-    elif node.op in ("placeholder", "get_attr"):
+def _looked_into(node: fx.Node, of: dict[fx.Node, tuple[Storage, ...]], sources: tuple[Storage, ...]) -> tuple[Storage, ...] | None:
+    """What a view or an element of a tuple aliases, nothing for the output; None for a node whose value is its own. `sources`: the Storages of
+    its operands."""
+    if node.op != "call_function":
+        return () if node.op == "output" else None
+    if node.target is operator.getitem:
+        return _element(node, of, sources)
+    return of.get(view_source(node), ()) if returns_its_input(node.target) else None
+
+
+def _made(node: fx.Node, spec: ops.Spec | None, sources: tuple[Storage, ...], in_backward: bool, bounds: Bounds) -> tuple[Storage, ...]:
+    """The Storages of a value that is its own."""
+    if node.op in ("placeholder", "get_attr"):
         return _input_storage(node, bounds)
+    value = node.meta.get("val")
     if isinstance(value, torch.Tensor):
         tier, kind = _tier(node, spec, sources), _kind(node, spec, sources, in_backward)
         return (Storage(name_of(node), tensor_bytes(value, bounds), tier, kind, False),)

@@ -6,8 +6,8 @@ callable bound to the Runtime; the kernels registered here are the reference: wh
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import torch
 import torch.fx as fx
@@ -21,7 +21,8 @@ class Spec:
     """What every reader of the IR needs to know of one op.
 
     `alias_of` names the argument whose Storage the result shares, None when the result is new or absent. `logical` ops must be
-    lowered before a graph runs. `pure` ops may be removed when nothing reads their result.
+    lowered before a graph runs. `pure` ops may be removed when nothing reads their result. `arguments`: of the schema, by name, where each
+    stands and its default.
     """
 
     name: str
@@ -31,15 +32,14 @@ class Spec:
     alias_of: str | None = None
     logical: bool = False
     pure: bool = True
+    arguments: Mapping[str, tuple[int, object]] = field(default_factory=dict)
 
     def argument(self, node: fx.Node, name: str) -> object:
         """The value `node` passes for the schema argument `name`, or its default. Raises KeyError for an unknown name."""
-        for position, argument in enumerate(self.op._schema.arguments):
-            if argument.name == name:
-                if position < len(node.args):
-                    return node.args[position]
-                return node.kwargs.get(name, argument.default_value)
-        raise KeyError(f"{self.name} has no argument {name!r}")
+        if name not in self.arguments:
+            raise KeyError(f"{self.name} has no argument {name!r}")
+        position, default = self.arguments[name]
+        return node.args[position] if position < len(node.args) else node.kwargs.get(name, default)
 
     def nodes(self, node: fx.Node, name: str) -> tuple[fx.Node, ...]:
         """The nodes that `node` passes for the schema argument `name`: one, or those of a list."""
@@ -75,7 +75,8 @@ def define(
     _LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(f"fxo::{name}", fake, lib=_LIBRARY)
     op = getattr(torch.ops.fxo, name).default
-    SPECS[op] = Spec(name, op, effects, channel, alias_of, logical, pure)
+    arguments = {one.name: (position, one.default_value) for position, one in enumerate(op._schema.arguments)}
+    SPECS[op] = Spec(name, op, effects, channel, alias_of, logical, pure, arguments)
     _OURS.add(id(op))
     if not pure:
         fx.node.has_side_effect(op)

@@ -12,7 +12,7 @@ from bisect import bisect_left, bisect_right
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import accumulate, chain
 
 import numpy as np
 import torch.fx as fx
@@ -71,18 +71,21 @@ class Rates:
         def home(storage: Storage) -> Tier:
             return swap_tier if not storage.is_input else storage.tier if storage.tier.on_host else Tier.PINNED
 
+        @functools.cache
         def load_s(storage: Storage) -> float:
             return transfer_s(storage.n_bytes, Channel.H2D, home(storage))
 
         def merged_s(storages: Sequence[Storage]) -> float:
             return transfer_s(sum(storage.n_bytes for storage in storages), Channel.H2D, home(storages[0]))
 
+        @functools.cache
         def least_load_s(storage: Storage) -> float:
             if storage.n_bytes >= bucket_bytes or storage not in schedule.mergeable:
                 return load_s(storage)
             # A bucket grows until it has `bucket_bytes`, by copies that are smaller.
             return storage.n_bytes * least_s_per_byte(2 * bucket_bytes, Channel.H2D, home(storage))
 
+        @functools.cache
         def spill_s(storage: Storage) -> float:
             return transfer_s(storage.n_bytes, Channel.D2H, swap_tier)
 
@@ -127,19 +130,20 @@ def _looked_up(schedule: Schedule, bounds: Bounds, machine: Machine) -> dict[str
     return found
 
 
-def overlapped(schedule: Schedule, found: Scan, capacity_bytes: int | None, rates: Rates) -> Scan:
-    """The same scan with every load started earlier and every gradient awaited later.
+def overlapped(schedule: Schedule, found: Scan, capacity_bytes: int | None, rates: Rates) -> tuple[Scan, Bytes]:
+    """The same scan with every load started earlier and every gradient awaited later, and its `used_bytes`.
 
     `capacity_bytes`: device bytes beside the fixed inputs, None without a limit. Loads keep their order on the channel.
     """
     if not rates.overlaps:
-        return found
-    free = _free_bytes(schedule, found, capacity_bytes)
-    before_use = [0.0]
-    for seconds in rates.event_s:
-        before_use.append(before_use[-1] + seconds)
+        return found, used_bytes(schedule, found)
+    capacity = NEVER if capacity_bytes is None else capacity_bytes
+    # Bytes free during each event, once every value is dropped at its last use; what is under way is taken from them.
+    free = capacity - stayed_bytes(schedule, found) - schedule.workspace
+    before_use = list(accumulate(rates.event_s, initial=0.0))
     loads = _earlier(schedule, found, free, before_use, rates)
-    return replace(found, loads=loads, sinks=_later(schedule, found, free, before_use, rates))
+    sinks = _later(schedule, found, free, before_use, rates)
+    return replace(found, loads=loads, sinks=sinks), capacity - free
 
 
 def _earlier(schedule: Schedule, found: Scan, free: Bytes, before_use: list[float], rates: Rates) -> list[Load]:
@@ -167,13 +171,13 @@ def _earlier(schedule: Schedule, found: Scan, free: Bytes, before_use: list[floa
 
 def _first_with_room(free: Bytes, first: int, end: int, n_bytes: int) -> int:
     """The first event from which on `n_bytes` are free until before `end`."""
-    short = np.flatnonzero(free[first:end] < n_bytes)
+    (short,) = (free[first:end] < n_bytes).nonzero()
     return first + int(short[-1]) + 1 if short.size else first
 
 
 def _last_with_room(free: Bytes, start: int, last: int, n_bytes: int) -> int:
     """The last event up to which `n_bytes` are free after `start`."""
-    short = np.flatnonzero(free[start + 1 : last + 1] < n_bytes)
+    (short,) = (free[start + 1 : last + 1] < n_bytes).nonzero()
     return start + int(short[0]) if short.size else last
 
 
@@ -183,10 +187,11 @@ def _later(schedule: Schedule, found: Scan, free: Bytes, before_use: list[float]
     for spill in found.spills:
         sent[spill.after] += rates.spill_s(spill.storage)
     d2h_s, sinks, last = 0.0, [], len(schedule.events) - 2
-    for i, event in enumerate(schedule.events):
+    for i in sorted({schedule.position[index] for index in chain(sent, rates.sink_s)}):
+        event = schedule.events[i]
         if event.index in sent:
             d2h_s = max(d2h_s, before_use[i + 1]) + sent[event.index] * _SLACK
-        if not _is_sink(schedule.live.nodes[event.index]):
+        if event.index not in rates.sink_s:
             continue
         n_bytes = _bytes(event)
         d2h_s = max(d2h_s, before_use[i + 1]) + rates.sink_s[event.index] * _SLACK
@@ -195,10 +200,6 @@ def _later(schedule: Schedule, found: Scan, free: Bytes, before_use: list[float]
         free[i + 1 : until + 1] -= n_bytes
         sinks.append(Sunk(event.index, schedule.events[until].index))
     return sinks
-
-
-def _is_sink(node: fx.Node) -> bool:
-    return node.target is ops.swap_out
 
 
 def schedule_s(schedule: Schedule, found: Scan, rates: Rates) -> float:
@@ -249,15 +250,19 @@ class _Run:
     def end_s(self) -> float:
         begins = self.starting.keys() | self.awaited.keys()
         ends = self.rates.sink_s.keys() | self.until.values() | self.left.keys() | self.leaving.keys()
+        touched, issues = begins | ends, self.rates.dispatch_s > 0
         for event, seconds in zip(self.schedule.events, self.rates.event_s):
             index = event.index
-            if index in begins:
-                self._begin(index)
-            if seconds:
-                self._issue()
+            if index in touched or issues:
+                if index in begins:
+                    self._begin(index)
+                if seconds:
+                    self._issue()
+                    self.now += seconds
+                if index in ends:
+                    self._end(index)
+            else:
                 self.now += seconds
-            if index in ends:
-                self._end(index)
         return max(self.now, self.h2d, self.d2h)
 
     def _begin(self, index: int) -> None:
@@ -349,15 +354,7 @@ def _bytes(event: Event) -> int:
 
 def _border_position(schedule: Schedule) -> int:
     """Where the border stands in the event list; beyond its end in a graph without a backward."""
-    for i, event in enumerate(schedule.events):
-        if schedule.live.nodes[event.index].target is ops.backward:
-            return i
-    return len(schedule.events)
-
-
-def _free_bytes(schedule: Schedule, found: Scan, capacity_bytes: int | None) -> Bytes:
-    """Bytes free during each event, once every value is dropped at its last use."""
-    return (NEVER if capacity_bytes is None else capacity_bytes) - stayed_bytes(schedule, found) - schedule.workspace
+    return bisect_left(schedule.events, schedule.live.border, key=lambda event: event.index)
 
 
 def stayed_bytes(schedule: Schedule, found: Scan) -> Bytes:

@@ -14,10 +14,10 @@ import torch.fx as fx
 from .candidates import Candidate, bare
 from .errors import HostShort, PlanError, VerifyError
 from .graph import copy_graph, name_of
-from .heap import heap_at_rest
+from .heap import heap_at_rest, keep
 from .ladder import Search, least_bytes, rungs_within
 from .least_map import least_taken_bytes
-from .liveness import liveness
+from .liveness import liveness, with_releases
 from .lowered import placing
 from .memory_map import MemoryMap
 from .overlap import just_in_time, schedule_s
@@ -76,7 +76,12 @@ def solve(problem: Problem, known: Searches | None = None) -> Solution:
     """The fastest Solution found under the budget, the same one whatever is `known`. Raises PlanError with the true shortfall when there
     is none."""
     with heap_at_rest():
-        return next(solution for chosen in attempts(problem, known) if (solution := chosen.completed(problem)) is not None)
+        for chosen in attempts(problem, known):
+            if known is not None:
+                keep()  # what the searches made, which lasts as long as they do
+            if (solution := chosen.completed(problem)) is not None:
+                return solution
+    raise AssertionError("attempts end in a Solution or a PlanError")
 
 
 def attempts(problem: Problem, known: Searches | None = None) -> Iterator[Chosen]:
@@ -172,8 +177,8 @@ def _trained_residents(problem: Problem) -> Iterator[frozenset[str]]:
     yield must
 
 
-# The rewrites that apply what the search decides beside its recipe.
-_REWRITES = ("insert-gather", "lower-gather", "insert-swap", "hoist-transfers", "sink-waits", "bucket-transfers", "insert-release")
+# The rewrites that apply what the search decides beside its recipe; releases come behind them.
+_REWRITES = ("insert-gather", "lower-gather", "insert-swap", "hoist-transfers", "sink-waits", "bucket-transfers")
 
 
 def _complete(problem: Problem, chosen: Candidate, limit: int | None) -> Solution:
@@ -187,6 +192,8 @@ def _complete(problem: Problem, chosen: Candidate, limit: int | None) -> Solutio
     decisions = chosen.recomputation.decisions + swaps
     lowered = apply(graph, replace(context, plan=bare(swaps)), _REWRITES)
     live = liveness(lowered, context.bounds)
+    lowered = apply(lowered, replace(context, live=live), ("insert-release",))
+    live = with_releases(live)
     simulation = simulate(lowered, context.bounds, problem.machine, chosen.outside_bytes, context.workspace, live)
     over = 0 if limit is None else simulation.device_peak_bytes - footprint.live_bytes(limit)
     if over > 0:

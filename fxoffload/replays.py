@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 import torch.fx as fx
@@ -52,10 +53,10 @@ def obstacle(graph: fx.Graph) -> str | None:
 
 
 def _obstacle(node: fx.Node) -> str | None:
-    spec, whatever_it_reads = ops.spec_of(node), _obstacle_of(node.target)
-    if whatever_it_reads is not None:
-        return whatever_it_reads
-    if node.target in functions.OPS and functions.reads_a_value(node.args[1]):  # type: ignore[arg-type]
+    spec, call = ops.spec_of(node), _call_of(node.target)
+    if call.obstacle is not None:
+        return call.obstacle
+    if call.is_function and functions.reads_a_value(node.args[1]):  # type: ignore[arg-type]
         return "reads a value on the host"
     if has_unbacked_sizes(node.meta.get("val")):
         return _SIZES
@@ -63,8 +64,7 @@ def _obstacle(node: fx.Node) -> str | None:
         return f"copies from or to {host_tier(node, spec)} memory"
     if node.target is ops.lookup and info(node.args[0]).tier not in (Tier.DEVICE, Tier.PINNED):  # type: ignore[arg-type]
         return f"reads {info(node.args[0]).tier} memory"  # type: ignore[arg-type]
-    is_unknown = node.target is not operator.getitem and getattr(node.target, "namespace", None) not in _KNOWN
-    if is_unknown and tensors_in(node.meta.get("val")):
+    if not call.is_known and tensors_in(node.meta.get("val")):
         return "is no op that is known to leave nothing to the host"
     return None
 
@@ -72,9 +72,22 @@ def _obstacle(node: fx.Node) -> str | None:
 _SIZES = "has sizes that depend on values"
 
 
+class _Call(NamedTuple):
+    """What is so of every call of a target. `obstacle`: what it leaves to the host; `is_known`: whether it is one of ours, or of a library whose
+    ops leave nothing else."""
+
+    obstacle: str | None
+    is_function: bool
+    is_known: bool
+
+
 @remembered
+def _call_of(target: object) -> _Call:
+    is_known = target is operator.getitem or getattr(target, "namespace", None) in _KNOWN
+    return _Call(_obstacle_of(target), target in functions.OPS, is_known)
+
+
 def _obstacle_of(target: object) -> str | None:
-    """What every call of `target` leaves to the host."""
     if target in (ops.rng_state, ops.swap_rng_state):
         return "sets a generator back"
     if draws(target) and target not in _DRAWN_ON_DEVICE:

@@ -176,7 +176,7 @@ class Spiller:
         self.kept, self.swapped = kept, swapped
         self.reads, self.touches, self.leaves, self.uses = ground.reads, ground.touches, ground.leaves, ground.uses
         self.returned, self.border = ground.returned, ground.border
-        self.before_border = max((i for i, event in enumerate(events) if event.index < self.border), default=0)
+        self.before_border = max(bisect_left(events, self.border, key=lambda event: event.index) - 1, 0)
         self.there: dict[Storage, int] = {}
         # What is there and may leave: not what is kept, and in backward not what the graph returns.
         self.movable: dict[Storage, None] = {}

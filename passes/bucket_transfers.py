@@ -22,7 +22,8 @@ def run(graph: fx.Graph, ctx: Context) -> fx.Graph:
     """`graph` with the plan's buckets. Raises ValueError for a member that is no copy of an input to the device."""
     if ctx.plan is None:
         return graph
-    nodes, names = by_name(graph), Names(graph)
+    nodes = by_name(graph)
+    names = Names(nodes=nodes)
     place = {node: i for i, node in enumerate(graph.nodes)}
     for decision in ctx.plan.decisions:
         if isinstance(decision, Bucket):

@@ -16,13 +16,13 @@ from fxoffload.plans import Recompute
 def run(graph: fx.Graph, ctx: Context) -> fx.Graph:
     """`graph` with one checkpoint per Recompute decision, at the start of backward."""
     border = border_of(graph)
-    if border is None or ctx.plan is None:
+    decisions = [one for one in (ctx.plan.decisions if ctx.plan is not None else ()) if isinstance(one, Recompute)]
+    if border is None or not decisions:
         return graph
-    nodes, names = by_name(graph), Names(graph)
+    nodes = by_name(graph)
+    names = Names(nodes=nodes)
     in_backward = _after(graph, border)
-    for decision in ctx.plan.decisions:
-        if not isinstance(decision, Recompute):
-            continue
+    for decision in decisions:
         value = nodes[decision.value]
         with graph.inserting_after(border):
             marker = call(graph, ops.checkpoint, value)

@@ -18,7 +18,8 @@ def run(graph: fx.Graph, ctx: Context) -> fx.Graph:
     """`graph` with one gather per Gather decision of the plan."""
     if ctx.plan is None:
         return graph
-    nodes, names = by_name(graph), Names(graph)
+    nodes = by_name(graph)
+    names = Names(nodes=nodes)
     parameters = {info(n).fqn or name_of(n): n for n in graph.find_nodes(op="placeholder")}
     returns: dict[fx.Node, list[tuple[fx.Node, Build]]] = {}
     for decision in ctx.plan.decisions:

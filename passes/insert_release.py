@@ -17,7 +17,7 @@ from fxoffload.pipeline import Context, Pass
 
 def run(graph: fx.Graph, ctx: Context) -> fx.Graph:
     """`graph` with its releases."""
-    live = liveness(graph, ctx.bounds)
+    live = ctx.live or liveness(graph, ctx.bounds)
     ends: dict[int, list[fx.Node]] = {}
     for storage, node in base_nodes(live).items():
         if storage.tier is Tier.DEVICE and storage not in live.escapes:

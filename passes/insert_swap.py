@@ -19,7 +19,8 @@ def run(graph: fx.Graph, ctx: Context) -> fx.Graph:
     """`graph` with the plan's swaps."""
     if ctx.plan is None:
         return graph
-    nodes, names = by_name(graph), Names(graph)
+    nodes = by_name(graph)
+    names = Names(nodes=nodes)
     on_host: dict[str, fx.Node] = {}
     for decision in ctx.plan.decisions:
         if isinstance(decision, SwapOut):

@@ -28,6 +28,7 @@ from fxoffload.effects import Channel, Tier
 from fxoffload.fusion import fused
 from fxoffload.graph import Bounds, Role, border_of, info, is_random, name_of, remembered, returned
 from fxoffload.liveness import Liveness, Storage, base_nodes, is_view, liveness, owner_of
+from fxoffload.machine import Machine
 from fxoffload.pipeline import Context, Pass
 from fxoffload.plans import Decision, Recompute
 
@@ -49,7 +50,7 @@ def run(graph: fx.Graph, ctx: Context) -> tuple[Decision, ...]:
     if keep in ("costly", "blocks") and ctx.machine is not None:
         # In graph order: blocks that are alike are then told to be, and one cut is made of them all.
         inside = {s: v for s, v in values.items() if s in again and keep == "blocks" and forward.is_inside(s, blocks)}
-        again -= set(_return_sooner({s: v for s, v in values.items() if s in again and s not in inside}, ctx))
+        again -= set(_return_sooner({s: v for s, v in values.items() if s in again and s not in inside}, forward, ctx))
         outside = {s: v for s, v in values.items() if s in again and s not in inside}
         for part, price in ((inside, float(ctx.options.get("price", 1.0))), (outside, 1.0)):
             again -= part.keys() - _cheapest(part, forward, price, ctx)
@@ -124,14 +125,19 @@ def _cheapest(values: Mapping[Storage, fx.Node], forward: _Forward, price: float
     made: dict[fx.Node, list[Storage]] = {}
     for storage, node in values.items():
         made.setdefault(owner_of(node), []).append(storage)
-    remakes = [
-        Remake(node_s(owner, ctx.bounds, ctx.machine)[1], forward.needed[owner], tuple(storages)) for owner, storages in made.items()]
+    made_s = _made_s(forward, ctx.bounds, ctx.machine)
+    remakes = [Remake(made_s[owner], forward.needed[owner], tuple(storages)) for owner, storages in made.items()]
     prices = {s: s.n_bytes * per_byte_s for remake in remakes for s in (*remake.reads, *remake.makes)}
     again = made_again(remakes, prices, forward.read)
     return {s for remake, yes in zip(remakes, again, strict=True) if yes for s in remake.makes}
 
 
-def _return_sooner(values: dict[Storage, fx.Node], ctx: Context) -> Iterator[Storage]:
+def _made_s(forward: _Forward, bounds: Bounds, machine: Machine) -> Mapping[fx.Node, float]:
+    """Seconds of every node that makes a value of forward, found out once for all recipes."""
+    return bounds.once(lambda: {owner: node_s(owner, bounds, machine)[1] for owner in forward.needed}, _made_s, forward, machine)
+
+
+def _return_sooner(values: dict[Storage, fx.Node], forward: _Forward, ctx: Context) -> Iterator[Storage]:
     """Values whose op takes longer than copies of all it makes would, at the best rate there is."""
     assert ctx.machine is not None
     if not values:
@@ -140,7 +146,7 @@ def _return_sooner(values: dict[Storage, fx.Node], ctx: Context) -> Iterator[Sto
     for storage, node in values.items():
         n_bytes[owner_of(node)] += storage.n_bytes
     load_s = ctx.machine.least_s_per_byte(max(n_bytes.values()), Channel.H2D, ctx.swap_tier)
-    made_s = {owner: node_s(owner, ctx.bounds, ctx.machine)[1] for owner in n_bytes}
+    made_s = _made_s(forward, ctx.bounds, ctx.machine)
     yield from (storage for storage, node in values.items() if made_s[owner_of(node)] > n_bytes[owner_of(node)] * load_s)
 
 

@@ -32,7 +32,8 @@ def run(graph: fx.Graph, ctx: Context) -> tuple[Decision, ...]:
     if ctx.machine is not None:
         fixed_bytes = sum(s.n_bytes for s in schedule.fixed)
         rates = Rates.of(schedule, ctx.bounds, ctx.machine, ctx.swap_tier)
-        found = just_in_time(schedule, overlapped(schedule, found, None if budget is None else budget - fixed_bytes, rates), rates)
+        earlier, _ = overlapped(schedule, found, None if budget is None else budget - fixed_bytes, rates)
+        found = just_in_time(schedule, earlier, rates)
     overlaps = ctx.machine is None or ctx.machine.overlaps
     return decisions_of(live, found, ctx.swap_tier, overlaps)
 
