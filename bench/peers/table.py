@@ -48,6 +48,8 @@ PEERS: Mapping[str, Peer] = {
     "fxoffload-inductor": Peer('fxoffload, numerics="reordered", executor="inductor"', partial(ours, numerics="reordered", executor="inductor")),
     "fxoffload-liger": Peer(
         'the same, with Liger\'s rotary embedding, RMSNorm and SwiGLU in the model', partial(ours, numerics="reordered", executor="inductor", liger=True)),
+    "fxoffload-liger-reordered": Peer(
+        'Liger\'s three in the model, numerics="reordered"', partial(ours, numerics="reordered", liger=True)),
     "fxoffload-functions": Peer(
         "the same, with LoRA's MLPs and projections as autograd Functions", partial(ours, numerics="reordered", executor="inductor", functions=True)),
     "fxoffload-functions-reordered": Peer(
