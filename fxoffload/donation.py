@@ -1,7 +1,8 @@
 """Donation: a result that takes the place of an operand that nobody reads any more, where memory is planned by offsets.
 
-Only ops that read of an element's place nothing after they wrote there may do so: elementwise ones, and the softmax family along the last
-dimension, whose kernels read a row before they write it. The bits are those of the same op with a result of its own.
+Only ops that read of an element's place nothing after they wrote there may do so: elementwise ones, the softmax family along the last
+dimension, whose kernels read a row before they write it, and products of matrices that are added to something, which takes the sum without being
+copied first. The bits are those of the same op with a result of its own.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ _ROWWISE = {
     _aten._log_softmax_backward_data.default: (0, 2),
     _aten._softmax_backward_data.default: (0, 2),
 }
+# To their first operand products are added; the others are read to the end.
+_ADDED_TO = frozenset({_aten.addmm.default, _aten.baddbmm.default})
 
 
 def donations(live: Liveness, placed: dict[Storage, fx.Node]) -> dict[Storage, Storage]:
@@ -41,7 +44,7 @@ def donations(live: Liveness, placed: dict[Storage, fx.Node]) -> dict[Storage, S
             given = storages[0]
             if given not in placed or given.n_bytes != made[0].n_bytes or _last_read(live, given) != i:
                 continue
-            if all(_same_form(other, node) for other in operands(node) if given in live.of.get(other, ())):
+            if all(_reads_in_step(other, operand, node) for other in operands(node) if given in live.of.get(other, ())):
                 found[made[0]] = given
                 break
     return found
@@ -68,7 +71,12 @@ def _may_overwrite(target: object) -> bool:
     variant = out_variant(target)
     if variant is None or len(variant.results) != 1 or not isinstance(target, torch._ops.OpOverload):
         return False
-    return target in _ROWWISE or torch.Tag.pointwise in target.tags
+    return target in _ROWWISE or target in _ADDED_TO or torch.Tag.pointwise in target.tags
+
+
+def _reads_in_step(other: fx.Node, operand: fx.Node, node: fx.Node) -> bool:
+    """Whether the op reads `other`, which lies where `operand` does, no later than it writes there."""
+    return other is operand if node.target in _ADDED_TO else _same_form(other, node)
 
 
 def _candidates(node: fx.Node) -> Iterator[fx.Node]:
@@ -78,6 +86,11 @@ def _candidates(node: fx.Node) -> Iterator[fx.Node]:
         operand = node.args[position]
         if isinstance(operand, fx.Node) and node.args[dim] in (-1, node.meta["val"].dim() - 1) and _same_form(operand, node):
             yield operand
+        return
+    if node.target in _ADDED_TO:
+        into, *factors = node.args[:3]
+        if isinstance(into, fx.Node) and into not in factors and _same_form(into, node):
+            yield into
         return
     for operand in operands(node):
         if _same_form(operand, node):

@@ -239,7 +239,7 @@ KERNELS: dict[str, tuple[str, str, int, tuple[Any, ...]]] = {
     "geglu": ("geglu", "LigerGELUMulFunction", 2, ()),
     **{f"norm-{mode}": ("rms_norm", "LigerRMSNormFunction", 1, (SCALE, 1e-5, 0.0, mode, False)) for mode in ("llama", "gemma", "none")},
     "norm-offset": ("rms_norm", "LigerRMSNormFunction", 1, (SCALE, 1e-5, 1.0, "gemma", False)),
-    "rope": ("rope", "LigerRopeFunction", 2, (torch.randn(1, 8, 64), torch.randn(1, 8, 64))),
+    "rope": ("rope", "LigerRopeFunction", 2, (torch.randn(1, 8, 32).repeat(1, 1, 2), torch.randn(1, 8, 32).repeat(1, 1, 2))),
     "loss": ("cross_entropy", "LigerCrossEntropyFunction", 1, (torch.arange(16), None, 3, 0.0, 0.1, "mean")),
 }
 

@@ -128,6 +128,43 @@ def test_a_result_takes_the_place_of_an_operand_that_is_read_for_the_last_time()
     assert simulate(text.parse(DONATED), Bounds(), load_machine("cpu")).device_peak_bytes == 4 * 1024
 
 
+ADDED = """\
+graph "added"
+%x: f32[16,16] = input {role=batch}
+%w: f32[16,16] = input {role=batch}
+%a: f32[16,16] = aten.mm %x, %w
+%b: f32[16,16] = aten.addmm %a, %x, %w, alpha=2
+fxo.release %a
+%c: f32[16,16] = aten.addmm %b, %b, %w
+fxo.release %b
+%d: f32[16] = aten.select.int %x, 0, 0
+%e: f32[16,16] = aten.addmm %d, %c, %w
+fxo.release %c
+%f: f32[16,16] = aten.neg %e
+fxo.release %e
+return (%f)
+"""
+
+
+def test_a_product_is_added_where_its_sum_lies_unless_it_is_also_multiplied() -> None:
+    graph = get_pass("assign-offsets").run(text.parse(ADDED), Context())
+    assert isinstance(graph, torch.fx.Graph)
+    offsets = {name_of(node): info(node).offset for node in graph.nodes}
+    assert offsets["a"] == offsets["b"] and offsets["c"] != offsets["b"] and offsets["e"] != offsets["c"]
+    verify(graph, facts=frozenset({"placed"}))
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_product_added_where_its_sum_lies_has_the_bits_of_one_that_is_added_to_a_copy(device: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    for target, shapes in ((aten.addmm, ((64, 48), (64, 16), (16, 48))), (aten.baddbmm, ((2, 64, 48), (2, 64, 16), (2, 16, 48)))):
+        into, a, b = (torch.randn(shape, device=device).to(dtype) for shape in shapes)
+        expected = target(into, a, b, alpha=0.5)
+        there = torch.empty(0, dtype=dtype, device=device).set_(into.untyped_storage(), 0, (0,))
+        assert target.out(into, a, b, alpha=0.5, out=there).data_ptr() == into.data_ptr() and torch.equal(there, expected)
+
+
 def feed_forward() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64), nn.Tanh(), nn.Linear(64, 64))

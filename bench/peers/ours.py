@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections import Counter
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from peers.resident import with_liger
+from peers.resident import fuse_by_hand, with_liger
 from peers.task import Task, Training, adamw, loop
 
 # Of what is free on the card, without a cap: what libraries take lies beside it.
@@ -43,15 +41,6 @@ def ours(task: Task, *, numerics: str, executor: str = "eager", liger: bool = Fa
         return step_once()
 
     return Training(step, facts=lambda: {"compile_s": compile_s, **facts(model.fxoffload, n_steps)}, close=model.fxoffload.close)
-
-
-def fuse_by_hand(model: torch.nn.Module) -> None:
-    """The blocks that `tests/fused_functions.py` has, in the way of libraries for fine-tuning."""
-    sys.path.append(str(Path(__file__).resolve().parents[2] / "tests"))
-    from fused_functions import fuse_mlps, fuse_projections
-
-    fuse_projections(model)
-    fuse_mlps(model)
 
 
 def _budget(task: Task) -> int:

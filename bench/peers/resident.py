@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,14 +18,17 @@ OFFLOAD_BYTES = 1 << 20
 
 def resident(
     task: Task, *, liger: bool = False, checkpoint: str = "", compiled: dict[str, Any] | None = None, offload: str = "", tune: bool = False,
+    functions: bool = False,
 ) -> Training:
     """`checkpoint`: "" for none, "device" or "host" for where block inputs wait. `compiled`: options of `nn.Module.compile`. `offload`:
     "save_on_cpu" puts all that autograd saves into pinned host memory, "functorch" lets AOTAutograd do it in the compiled graph.
-    `tune`: checkpointing off for as many of the last layers as is fastest within the cap."""
+    `tune`: checkpointing off for as many of the last layers as is fastest within the cap. `functions`: LoRA's blocks as autograd Functions."""
     base = task.base(task.device)
     if liger:
         with_liger(base)
     model = task.adapted(base)
+    if functions:
+        fuse_by_hand(model)
     if checkpoint:
         checkpointed(model, checkpoint == "host")
     if compiled is not None:
@@ -35,6 +40,15 @@ def resident(
     step = loop(forward, task.batch(), optimizer)
     found = tuned(step, model, optimizer, task) if tune else None
     return Training(step, facts=lambda: {} if found is None else {"layers_not_checkpointed": found.layers, "tried": found.tried})
+
+
+def fuse_by_hand(model: torch.nn.Module) -> None:
+    """The blocks that `tests/fused_functions.py` has, in the way of libraries for fine-tuning."""
+    sys.path.append(str(Path(__file__).resolve().parents[2] / "tests"))
+    from fused_functions import fuse_mlps, fuse_projections
+
+    fuse_projections(model)
+    fuse_mlps(model)
 
 
 def with_liger(base: Any, fused_loss: bool = True) -> None:

@@ -54,7 +54,7 @@ ROWS: Mapping[str, Row] = {row.name: row for row in (
     _L1,
     replace(_L1, name="L1-quarter", shape="8B-quarter", peers=(OURS[-1], "compile", "liger", "zero3-liger", *DEEPCOMPILE)),
     replace(_L1, name="L1-quarter-8", shape="8B-quarter", cap_bytes=8 * GIB, peers=(
-        *OURS[1:], "fxoffload-functions", "fxoffload-functions-reordered")),
+        *OURS[1:], "fxoffload-functions", "fxoffload-functions-reordered", "plain@none", "plain-functions@none")),
     replace(_L1, name="L1b", cap_bytes=12 * GIB, peers=_BELOW_WEIGHTS),
     replace(_L1, name="L2", cap_bytes=8 * GIB, peers=_BELOW_WEIGHTS),
     Row("L3", "32B", "lora", 4, 2048, 24 * GIB, (*OURS, "fsdp2-liger", "fsdp2-liger-tuned", "zero3-liger", "fsdp2", "zero3", "liger-checkpoint"),

@@ -25,6 +25,7 @@ PEERS: Mapping[str, Peer] = {
     "checkpoint-offload": Peer("the same, block inputs in host memory", partial(resident, checkpoint="host")),
     "checkpoint-tuned": Peer("checkpointing off on as many layers as fit", partial(resident, checkpoint="device", tune=True)),
     "save-on-cpu": Peer("torch's save_on_cpu for all activations", partial(resident, offload="save_on_cpu")),
+    "plain-functions": Peer("LoRA's MLPs and projections as autograd Functions", partial(resident, functions=True)),
     "liger": Peer("Liger's kernels", partial(resident, liger=True)),
     "liger-checkpoint": Peer("Liger's kernels, checkpointing of every block", partial(resident, liger=True, checkpoint="device")),
     "liger-checkpoint-offload": Peer("the same, block inputs in host memory", partial(resident, liger=True, checkpoint="host")),

@@ -5,12 +5,14 @@ A program is one kernel without memory of its own, or it is refused: what it tak
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
 import operator
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import islice
 from typing import Any, cast
 
 import sympy
@@ -72,24 +74,42 @@ class _RunThere:
 
 
 class FusedCall:
-    """A call of a program's kernel."""
+    """A call of a program's kernel: the one of the operands' layouts, which need not be those that tracing assumed. (The gradients that memory-efficient
+    attention gives lie otherwise than their operands, say.)"""
 
     def __init__(self, form: Form, offsets: Mapping[int, int], arena: DeviceArena | None) -> None:
         self.__name__ = self.__qualname__ = "fused"
         self.__module__ = __name__
-        self._kernel, self._layouts, self._arena = form.kernel(), form.layouts(), arena
+        self._form, self._arena = form, arena
+        self._kernel, self._layouts = form.kernel(), form.layouts()
+        self._kernels: dict[object, Kernel] = {}
         self._numbers = form.symbolic_sizes
         self._results = tuple((offsets.get(i), v.dtype, v.device) for i, v in enumerate(form.results))
 
     def __call__(self, values: Sequence[torch.Tensor], text: str, sizes: Sequence[int]) -> list[torch.Tensor]:
-        outs = []
+        lie, outs = tuple([(v.shape, v.stride()) for v in values]), []
+        kernel = self._kernels.get(lie)
+        if kernel is None:
+            kernel = self._kernels[lie] = self._kernel_of(values, sizes)
         for (offset, dtype, device), (shape, stride) in zip(self._results, self._layouts(values, sizes)):
             if offset is None or self._arena is None:
                 outs.append(torch.empty_strided(shape, stride, dtype=dtype, device=device))
             else:
                 outs.append(self._arena.strided(offset, shape, stride, dtype))
-        self._kernel([*values, *(sizes[i] for i in self._numbers), *outs])
+        kernel([*values, *(sizes[i] for i in self._numbers), *outs])
         return outs
+
+    def _kernel_of(self, values: Sequence[torch.Tensor], sizes: Sequence[int]) -> Kernel:
+        """The kernel for operands that lie as these do."""
+        assumed = self._form.strides()(values, sizes)
+        if all(_lies_so(v, stride) for v, stride in zip(values, assumed, strict=True)):
+            return self._kernel
+        return self._form.lying(values, assumed).kernel()
+
+
+def _lies_so(value: torch.Tensor, stride: Sequence[int]) -> bool:
+    """Whether the strides lead to the value's elements."""
+    return not value.numel() or all(n == 1 or a == b for n, a, b in zip(value.shape, value.stride(), stride, strict=True))
 
 
 class Form:
@@ -116,6 +136,14 @@ class Form:
         """Equal for what one kernel computes, where the symbols are those of one capture."""
         described = [(str(v.dtype), v.device, tuple(_words(v.shape)), tuple(_words(v.stride())), _offset(v)) for v in (*self.operands, *self.results)]
         return self.text, tuple(described), tuple(_words(self.sizes))
+
+    def lying(self, values: Sequence[torch.Tensor], assumed: Sequence[Sequence[int]]) -> Form:
+        """The form of these operands: those that do not lie as `assumed` have the strides that they have."""
+        form, mode = copy.copy(self), fake_mode_of(self._inputs())
+        form.operands = [
+            fake if _lies_so(v, stride) else fake_tensor(mode, fake.shape, v.stride(), fake.storage_offset(), fake.dtype, fake.device)
+            for fake, v, stride in zip(self.operands, values, assumed, strict=True)]
+        return form
 
     def traced(self, device: torch.device | None = None) -> tuple[fx.GraphModule, list[Any]]:
         """The program as Inductor gets it and its inputs: operands, sizes, and what it writes to. `device`: another than the values'.
@@ -174,9 +202,29 @@ class Form:
 
     def layouts(self) -> Callable[[Sequence[torch.Tensor], Sequence[int]], Sequence[Layout]]:
         """A function of operands and sizes that gives each result's shape and stride."""
-        wanted = [expr_of(n) for v in self.results for n in (*v.shape, *v.stride())]
+        numbers = self._numbers([n for v in self.results for n in (*v.shape, *v.stride())])
+
+        def of(values: Sequence[torch.Tensor], sizes: Sequence[int]) -> list[Layout]:
+            rest = iter(numbers(values, sizes))
+            return [(tuple(islice(rest, v.dim())), tuple(islice(rest, v.dim()))) for v in self.results]
+
+        return of
+
+    def strides(self) -> Callable[[Sequence[torch.Tensor], Sequence[int]], Sequence[tuple[int, ...]]]:
+        """A function of operands and sizes that gives the strides that tracing assumed of each operand."""
+        numbers = self._numbers([n for v in self.operands for n in v.stride()])
+
+        def of(values: Sequence[torch.Tensor], sizes: Sequence[int]) -> list[tuple[int, ...]]:
+            rest = iter(numbers(values, sizes))
+            return [tuple(islice(rest, v.dim())) for v in self.operands]
+
+        return of
+
+    def _numbers(self, sizes: Iterable[Any]) -> Callable[[Sequence[torch.Tensor], Sequence[int]], Sequence[int]]:
+        """A function of operands and sizes that gives the numbers which some sizes of fake values stand for."""
+        wanted = [expr_of(n) for n in sizes]
         if all(isinstance(n, int) for n in wanted):
-            fixed = self._grouped(cast("list[int]", wanted))
+            fixed = cast("list[int]", wanted)
             return lambda values, sizes: fixed
         where: dict[sympy.Symbol, Callable[[Sequence[torch.Tensor], Sequence[int]], int]] = {}
         for i, v in enumerate(self.operands):
@@ -191,18 +239,10 @@ class Form:
         free = sorted(set().union(*(n.free_symbols for n in wanted if not isinstance(n, int))), key=str)
         missing = [s for s in free if s not in where]
         if missing:
-            raise PlanError(f'{self.name}: no operand has the size {missing[0]} of its results; use executor="eager"')
+            raise PlanError(f'{self.name}: no operand has the size {missing[0]} of its values; use executor="eager"')
         evaluate = sympy.lambdify(free, wanted, modules=[_FUNCTIONS, "math"])
         reads = [where[s] for s in free]
-        return lambda values, sizes: self._grouped([int(n) for n in evaluate(*(read(values, sizes) for read in reads))])
-
-    def _grouped(self, numbers: Sequence[int]) -> list[Layout]:
-        found, at = [], 0
-        for v in self.results:
-            shape, stride = numbers[at : at + v.dim()], numbers[at + v.dim() : at + 2 * v.dim()]
-            found.append((tuple(shape), tuple(stride)))
-            at += 2 * v.dim()
-        return found
+        return lambda values, sizes: [int(n) for n in evaluate(*(read(values, sizes) for read in reads))]
 
 
 _FUNCTIONS = {"FloorDiv": operator.floordiv, "Mod": operator.mod, "PythonMod": operator.mod, "CleanDiv": operator.floordiv}
