@@ -89,7 +89,8 @@ def measured(row: Row, machine: str) -> dict[str, object]:
 def in_a_process(name: str, machine: str) -> dict[str, object]:
     """The row `name`, measured in a fresh process."""
     command = [sys.executable, str(Path(__file__)), "--measure", name, "--machine", machine]
-    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True, env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])})
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True, env={**os.environ, "PYTHONPATH": path})
     return {"row": name, **asdict(ROWS[name]), "batch": BATCH, **json.loads(done.stdout.splitlines()[-1])}
 
 

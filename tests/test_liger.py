@@ -219,6 +219,8 @@ def test_by_torch_they_are_what_transformers_computes() -> None:
     for module, offset, mode in ((LlamaRMSNorm(64, 1e-5), 0.0, "llama"), (GemmaRMSNorm(64, 1e-5), 1.0, "gemma")):
         module.weight.data = weight
         assert torch.equal(of_torch("rms_norm", "LigerRMSNormFunction", x, weight, 1e-5, offset, mode), module(x))
+    assert of_torch("rms_norm", "LigerRMSNormFunction", x, weight, 1e-5, 0.0, "another") is NotImplemented
+    assert of_torch("swiglu", "LigerSiLUMulFunction", x, x, 1.0, 1.0, "of a later version") is NotImplemented
     q, k = torch.randn(2, 4, 8, 16), torch.randn(2, 2, 8, 16)
     cos, sin = torch.randn(2, 8, 16), torch.randn(2, 8, 16)
     expected = apply_rotary_pos_emb(q, k, cos, sin)

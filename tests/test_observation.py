@@ -48,8 +48,7 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize(("family", "budget", "numerics"), [
-    pytest.param("llama", 700_000, "bitwise", marks=pytest.mark.slow), ("lora", 1_651_255, "reordered")])
+@pytest.mark.parametrize(("family", "budget", "numerics"), [("llama", 700_000, "bitwise"), ("lora", 1_651_255, "reordered")])
 def test_a_plan_made_anew_between_two_steps_changes_no_bit(family: str, budget: int, numerics: str) -> None:
     case, other = FAMILIES[family](), FAMILIES[family]()
     plain = fxoffload.compile(
@@ -92,7 +91,7 @@ def trainer_of(model: nn.Module, folder: Path, n_accumulated: int, bf16: bool) -
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize(("n_accumulated", "bf16"), [(1, True), pytest.param(2, False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("n_accumulated", "bf16"), [(1, True), (2, False)])
 def test_a_trainer_goes_on_by_a_plan_made_anew(n_accumulated: int, bf16: bool, tmp_path: Path) -> None:
     """Under autocast, which Accelerate puts around forward after compile, and with gradients that are accumulated already."""
     case, plain = FAMILIES["llama"](), FAMILIES["llama"]().model

@@ -3,6 +3,7 @@ Functions of a decoder compute is known here in torch's ops too, for an executor
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -23,7 +24,17 @@ def choosing() -> tuple[Callable[..., Any], ...]:
 def by_torch(name: str, arguments: Sequence[Any]) -> Any:
     """What the Function `name`, "module:class", gives for these arguments, by torch's ops, to the rounding of its dtype; NotImplemented where
     that is not known. Gradients are autograd's."""
-    return _OPENED[name](*arguments) if name in _OPENED else NotImplemented
+    known = _OPENED.get(name)
+    return known(*arguments) if known is not None and _takes(known, arguments) else NotImplemented
+
+
+def _takes(function: Callable[..., Any], arguments: Sequence[Any]) -> bool:
+    """Whether the function has these parameters: another version of Liger may have more."""
+    try:
+        inspect.signature(function).bind(*arguments)
+    except TypeError:
+        return False
+    return True
 
 
 def _silu_mul(gate: Tensor, up: Tensor, gate_multiplier: float = 1.0, down_multiplier: float = 1.0) -> Tensor:
@@ -45,6 +56,8 @@ def _rms_norm(
     x: Tensor, weight: Tensor | None, eps: float, offset: float = 0.0, casting_mode: str | int = "llama", in_place: bool = True,
     row_mode: bool | None = None,
 ) -> Tensor:
+    if casting_mode not in _CASTING:
+        return NotImplemented
     mode = _CASTING[casting_mode]
     wide = x if mode == "none" else x.float()
     normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
