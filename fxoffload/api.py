@@ -176,7 +176,7 @@ def captured(model: nn.Module, batch_or_spec: Any, options: Options, machine: Ma
             session.captured = step
         assert session.captured is not None, "nothing was captured"
         with heap_at_rest():
-            session.captured = session.captured.for_executor(options.executor)
+            session.captured = session.captured.to_run(options.executor, options.numerics)
         yield session
 
 

@@ -36,13 +36,20 @@ class CapturedStep:
         assert isinstance(canonical, fx.Graph)
         return CapturedStep(canonical, text.fingerprint(canonical), bounds, opened)
 
-    def for_executor(self, executor: str) -> CapturedStep:
-        """The step as an executor runs it: for "inductor" with its elementwise ops fused. A plan for one is none for the other."""
-        if executor == "eager":
-            return self
-        fused = get_pass("fuse").run(copy_graph(self.graph), Context(self.bounds))
-        assert isinstance(fused, fx.Graph)
-        return replace(self, graph=fused, fingerprint=hashlib.sha256(f"{executor} {self.fingerprint}".encode()).hexdigest())
+    def to_run(self, executor: str, numerics: str) -> CapturedStep:
+        """The step as it is planned and run: with numerics="reordered" without sums that zeros are added in, for executor="inductor" with its
+        elementwise ops fused. What that changes has another fingerprint: a plan for one is none for the other."""
+        step = self
+        if numerics == "reordered":
+            folded = get_pass("fold-zeros").run(copy_graph(step.graph), Context(step.bounds))
+            assert isinstance(folded, fx.Graph)
+            if [n.target for n in folded.nodes] != [n.target for n in step.graph.nodes]:
+                step = replace(step, graph=folded, fingerprint=text.fingerprint(folded))
+        if executor == "inductor":
+            fused = get_pass("fuse").run(copy_graph(step.graph), Context(step.bounds))
+            assert isinstance(fused, fx.Graph)
+            step = replace(step, graph=fused, fingerprint=hashlib.sha256(f"{executor} {step.fingerprint}".encode()).hexdigest())
+        return step
 
 
 def bounds_of(graph: fx.Graph, maxima: Mapping[str, tuple[int, ...]]) -> Bounds:

@@ -14,7 +14,7 @@ import torch
 import torch.fx as fx
 
 from . import ops
-from .graph import Bounds, info, operands, remembered
+from .graph import Bounds, info, operands, remembered, same_form
 from .liveness import Liveness, Storage, base_nodes
 from .out_variants import out_variant
 
@@ -76,7 +76,7 @@ def _may_overwrite(target: object) -> bool:
 
 def _reads_in_step(other: fx.Node, operand: fx.Node, node: fx.Node) -> bool:
     """Whether the op reads `other`, which lies where `operand` does, no later than it writes there."""
-    return other is operand if node.target in _ADDED_TO else _same_form(other, node)
+    return other is operand if node.target in _ADDED_TO else same_form(other, node)
 
 
 def _candidates(node: fx.Node) -> Iterator[fx.Node]:
@@ -84,30 +84,17 @@ def _candidates(node: fx.Node) -> Iterator[fx.Node]:
     if node.target in _ROWWISE:
         position, dim = _ROWWISE[node.target]  # type: ignore[index]
         operand = node.args[position]
-        if isinstance(operand, fx.Node) and node.args[dim] in (-1, node.meta["val"].dim() - 1) and _same_form(operand, node):
+        if isinstance(operand, fx.Node) and node.args[dim] in (-1, node.meta["val"].dim() - 1) and same_form(operand, node):
             yield operand
         return
     if node.target in _ADDED_TO:
         into, *factors = node.args[:3]
-        if isinstance(into, fx.Node) and into not in factors and _same_form(into, node):
+        if isinstance(into, fx.Node) and into not in factors and same_form(into, node):
             yield into
         return
     for operand in operands(node):
-        if _same_form(operand, node):
+        if same_form(operand, node):
             yield operand
-
-
-def _same_form(a: fx.Node, b: fx.Node) -> bool:
-    """Whether two values have one dtype, shape and stride, so that each element of one lies where the other's does."""
-    x, y = a.meta.get("val"), b.meta.get("val")
-    if not (isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor)) or x.dtype != y.dtype:
-        return False
-    return _expressions(x) == _expressions(y)
-
-
-def _expressions(tensor: torch.Tensor) -> list[object]:
-    """Sizes and strides, symbols as expressions: comparing those sets no guard."""
-    return [n.node.expr if isinstance(n, torch.SymInt) else n for n in (*tensor.shape, *tensor.stride())]
 
 
 def _last_read(live: Liveness, storage: Storage) -> int:

@@ -321,6 +321,24 @@ def operands(node: fx.Node) -> list[fx.Node]:
     return node.all_input_nodes
 
 
+def is_returned(node: fx.Node) -> bool:
+    """True when the caller gets the value: memory of its own, as the program says."""
+    return any(user.op == "output" for user in node.users)
+
+
+def same_form(a: fx.Node, b: fx.Node) -> bool:
+    """Whether two values have one device, dtype, shape and stride, so that each element of one lies where the other's does."""
+    x, y = a.meta.get("val"), b.meta.get("val")
+    if not (isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor)) or (x.dtype, x.device) != (y.dtype, y.device):
+        return False
+    return _expressions(x) == _expressions(y)
+
+
+def _expressions(tensor: torch.Tensor) -> list[object]:
+    """Sizes and strides, symbols as expressions: comparing those sets no guard."""
+    return [n.node.expr if isinstance(n, torch.SymInt) else n for n in (*tensor.shape, *tensor.stride())]
+
+
 def tensors_in(value: object) -> list[torch.Tensor]:
     """The tensors of a node's fake value, in order."""
     if isinstance(value, torch.Tensor):

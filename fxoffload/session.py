@@ -279,7 +279,7 @@ class Session:
             self.captured = CapturedStep.of(graph, self.router.maxima, opened())
             raise CaptureComplete  # nothing will run: neither code nor guards are made
         with heap_at_rest():
-            captured = CapturedStep.of(graph, self.router.maxima, opened()).for_executor(self.options.executor)
+            captured = CapturedStep.of(graph, self.router.maxima, opened()).to_run(self.options.executor, self.options.numerics)
             label, lowered = self.planning.lower(captured)
             left_out = output_of(lowered).meta[_LEFT_OUT] = self._left_out(captured)
             if self.storing is not None and not left_out:
@@ -344,7 +344,7 @@ class Session:
         finally:
             self._captures_only, self.captured = self.options.planning_only, None
         assert captured is not None, "nothing was captured"
-        captured = captured.for_executor(self.options.executor)
+        captured = captured.to_run(self.options.executor, self.options.numerics)
         if captured.fingerprint not in self.plan.graphs or self.plan.graphs[captured.fingerprint].label != label:
             raise PlanError(f"{label}: the model has changed since its step was planned")
         return captured

@@ -12,7 +12,7 @@ import torch
 import torch.fx as fx
 
 from fxoffload import joint, ops
-from fxoffload.graph import Role, border_of, copy_node, info, is_random, is_symbol, operands
+from fxoffload.graph import Role, border_of, copy_node, info, is_random, is_returned, is_symbol, operands, same_form
 from fxoffload.liveness import is_view
 from fxoffload.pipeline import Context, Pass
 from fxoffload.text_words import expr_of
@@ -43,7 +43,7 @@ def run(graph: fx.Graph, ctx: Context) -> fx.Graph:
 def _simplify(graph: fx.Graph, node: fx.Node) -> None:
     if node.target in _VIEWS:
         node.target = _aten.reshape.default
-    source = node.args[0] if node.args else None
+    source = node.args[1 if node.target is _aten.copy.default else 0] if node.args else None
     if not isinstance(source, fx.Node):
         return
     if node.target is _aten.reshape.default:
@@ -54,8 +54,10 @@ def _simplify(graph: fx.Graph, node: fx.Node) -> None:
         _replace(graph, node, source.args[0])  # type: ignore[arg-type]
     elif node.target in _SLICES and _is_alike(node, source):
         _replace(graph, node, source)
-    elif _may_change_nothing(node) and _is_alike(node, source) and not _is_returned(node):
+    elif _may_change_nothing(node) and _is_alike(node, source) and not is_returned(node):
         _replace(graph, node, source)
+    elif node.target is _aten.copy.default and same_form(node, source) and not is_returned(node):
+        _replace(graph, node, source)  # what it is copied over is read no more
     elif node.target is _aten._to_copy.default:
         _drop_detour(graph, node, source)
     elif node.target in _BY_NUMBER and source.target is _aten.expand.default:
@@ -78,7 +80,7 @@ def _may_change_nothing(node: fx.Node) -> bool:
 
 def _drop_detour(graph: fx.Graph, node: fx.Node, source: fx.Node) -> None:
     """A cast to a wider dtype and back gives what was cast: every number of the narrower one is a number of the wider one."""
-    if source.target is not _aten._to_copy.default or _is_returned(node):
+    if source.target is not _aten._to_copy.default or is_returned(node):
         return
     first = source.args[0]
     assert isinstance(first, fx.Node)
@@ -87,11 +89,6 @@ def _drop_detour(graph: fx.Graph, node: fx.Node, source: fx.Node) -> None:
         return
     if a.dtype == b.dtype and wide.dtype in _WIDER.get(a.dtype, ()) and a.device == b.device and _lies_like(a, b):
         _replace(graph, node, first)
-
-
-def _is_returned(node: fx.Node) -> bool:
-    """True when the caller gets the value: memory of its own, as the program says."""
-    return any(user.op == "output" for user in node.users)
 
 
 def _lies_like(a: torch.Tensor, b: torch.Tensor) -> bool:
