@@ -13,7 +13,7 @@ from . import text
 from .graph import Bounds, copy_graph, info
 from .liveness import base_nodes, liveness
 from .pins import VALUE_PLACES, Pin, pinned_names
-from .pipeline import Context, get_pass
+from .pipeline import Context, get_pass, pipeline_names
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +37,15 @@ class CapturedStep:
         return CapturedStep(canonical, text.fingerprint(canonical), bounds, opened)
 
     def to_run(self, executor: str, numerics: str) -> CapturedStep:
-        """The step as it is planned and run: with numerics="reordered" without sums that zeros are added in, for executor="inductor" with its
-        elementwise ops fused. What that changes has another fingerprint: a plan for one is none for the other."""
+        """The step as it is planned and run: with numerics="reordered" without sums with zeros and products that are others' transposes, for
+        executor="inductor" with its elementwise ops fused. What that changes has another fingerprint: a plan for one is none for the other."""
         step = self
         if numerics == "reordered":
-            folded = get_pass("fold-zeros").run(copy_graph(step.graph), Context(step.bounds))
-            assert isinstance(folded, fx.Graph)
-            if [n.target for n in folded.nodes] != [n.target for n in step.graph.nodes]:
-                step = replace(step, graph=folded, fingerprint=text.fingerprint(folded))
+            graph = copy_graph(step.graph)
+            for name in pipeline_names("reorder"):
+                graph = get_pass(name).run(graph, Context(step.bounds))  # type: ignore[assignment]
+            if [n.target for n in graph.nodes] != [n.target for n in step.graph.nodes]:
+                step = replace(step, graph=graph, fingerprint=text.fingerprint(graph))
         if executor == "inductor":
             fused = get_pass("fuse").run(copy_graph(step.graph), Context(step.bounds))
             assert isinstance(fused, fx.Graph)

@@ -3,9 +3,10 @@
 if __name__ != "fxoffload.passes":
     raise ImportError("this folder is installed as fxoffload.passes; import it under that name")
 
-# The pipeline in one readable tuple each. "plan" decides on a canonical graph, "lower" applies a plan to one,
+# The pipeline in one readable tuple each. "reorder" is for numerics="reordered", on a canonical graph. "plan" decides on a canonical graph, "lower" applies a plan to one,
 # "place" plans where a lowered graph's values lie.
 PIPELINES = {
+    "reorder": ("fold-zeros", "merge-transposed"),
     "plan": (
         "plan-lookups", "look-up", "plan-recompute", "sink-gradients", "insert-checkpoint", "recompute", "plan-swap", "insert-gather", "lower-gather", "insert-swap",
         "hoist-transfers", "sink-waits", "plan-buckets",

@@ -70,19 +70,23 @@ def lowered(case: Case, budget: int | str, pins: list[fxoffload.Pin]) -> tuple[f
     return graph, peak_bytes
 
 
-def test_a_gradient_that_begins_with_zeros_is_its_first_product_where_sums_may_be_reordered() -> None:
-    losses, zeros = {}, {}
+def test_what_gradients_by_hand_do_twice_or_begin_with_is_left_out_where_sums_may_be_reordered() -> None:
+    losses, zeros, products = {}, {}, {}
     for numerics in ("bitwise", "reordered"):
         torch.manual_seed(0)
         case = CASES["lora-mlp"]()
         model: Any = fxoffload.compile(case.model, case.batch, device="cpu", device_budget="1GiB", numerics=numerics, dynamic=False)
         (graph,) = model.fxoffload.graphs.values()
         zeros[numerics] = sum(node.target is torch.ops.aten.zeros_like.default for node in graph.nodes)
+        products[numerics] = sum(node.target is torch.ops.aten.mm.default for node in graph.nodes)
         loss = model(**case.batch).loss
         loss.backward()
         losses[numerics] = [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
         model.fxoffload.close()
-    assert zeros["bitwise"] > zeros["reordered"] == 0
+    n_mlps = zeros["bitwise"]
+    assert n_mlps > zeros["reordered"] == 0
+    # Of each an addmm is a product now, and for each of its three linears the gradient's product with B is made once.
+    assert products["reordered"] == products["bitwise"] + n_mlps - 3 * n_mlps
     torch.testing.assert_close(losses["reordered"], losses["bitwise"])
 
 
