@@ -50,7 +50,7 @@ from .split import split
 from .step_clock import StepClock
 from .study import Study
 from .swapped import ClassSwap, Home
-from .torch_compat import WeakBackend, allow_second_backward, aot_backend, written_inputs
+from .torch_compat import Half, WeakBackend, allow_second_backward, aot_backend, written_inputs
 
 if TYPE_CHECKING:
     from .observation import Observation
@@ -181,7 +181,7 @@ class Session:
         pair = Pair(len(returned(lowered)[0]))
         for half in (halves.forward, halves.backward):
             output_of(half).meta |= {_WHOLE: output_of(lowered), _PAIR: pair}
-        return fx.GraphModule(root_of(halves.forward), halves.forward), fx.GraphModule(root_of(halves.backward), halves.backward)
+        return Half(root_of(halves.forward), halves.forward), Half(root_of(halves.backward), halves.backward)
 
     def _lowered_step(self, joint: fx.Graph, n_outputs: int) -> fx.Graph:
         step = step_graph(joint, self._refs, n_outputs)

@@ -11,6 +11,7 @@ import copyreg
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,6 +24,13 @@ HOME = "_fxoffload_home"
 _PLAIN = "_fxoffload_plain_class"
 
 
+@dataclass
+class Activity:
+    """Whether a call is at work. What classes hold is this and not the Home, whose Session must be able to end: Dynamo keeps classes longer."""
+
+    on: bool = False
+
+
 class Home:
     """What every swapped module of one compiled model shares: the compute device, and whether a call is at work.
 
@@ -33,9 +41,14 @@ class Home:
         self.device = device
         # With the CPU as compute device host and device are told apart by copies, not by torch.device.
         self.is_host = device.type == "cpu"
-        self.active = False
+        self.activity = Activity()
         self.session: Any = None
         self.forward: Callable[..., Any] | None = None
+
+    @property
+    def active(self) -> bool:
+        """Whether a call is at work."""
+        return self.activity.on
 
     def settle(self) -> None:
         """Outside a call: copies of an earlier one that still read host memory have ended, and it may be written."""
@@ -45,11 +58,12 @@ class Home:
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
         """Parameters are read as their device copies inside."""
-        before, self.active = self.active, True
+        activity = self.activity
+        before, activity.on = activity.on, True
         try:
             yield
         finally:
-            self.active = before
+            activity.on = before
 
 
 def _gather_backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, None]:
@@ -76,9 +90,12 @@ def plain_forward(module: nn.Module) -> Callable[..., Any]:
     return plain_class(type(module)).forward.__get__(module)  # type: ignore[attr-defined, no-any-return]
 
 
-def swapped_class(cls: type[nn.Module], names: tuple[str, ...], root: bool, overrides: Mapping[str, Any] | None = None) -> type[nn.Module]:
-    """The subclass of `cls` whose attributes `names` are gathered; `root` also routes `forward`, `overrides` replace others."""
-    namespace: dict[str, Any] = {name: _parameter_property(name) for name in names}
+def swapped_class(
+    cls: type[nn.Module], names: tuple[str, ...], root: bool, home: Home, overrides: Mapping[str, Any] | None = None,
+) -> type[nn.Module]:
+    """The subclass of `cls`, for the modules of `home`, whose attributes `names` are gathered; `root` also routes `forward`, `overrides` replace
+    others."""
+    namespace: dict[str, Any] = {name: _parameter_property(name, home) for name in names}
     namespace.update({
         _PLAIN: cls,
         "__module__": cls.__module__,
@@ -104,18 +121,24 @@ def _has_device(cls: type) -> bool:
     return isinstance(getattr(cls, "device", None), property)
 
 
-def _parameter_property(name: str) -> property:
+def _parameter_property(name: str, home: Home) -> property:
+    # A capture traces `get` once per parameter, and whatever it looks up is traced and guarded each time: so it finds all but the parameter
+    # beside it, where modules of a class share it, and asks only for what is there.
+    gather, is_host, device, activity = ops.gather, home.is_host, home.device, home.activity
+
     def get(self: nn.Module) -> Any:
-        if name not in self._parameters:
-            return self.__dict__[name] if name in self.__dict__ else nn.Module.__getattr__(self, name)
-        value = self._parameters[name]
-        home = self.__dict__[HOME]
-        if not home.active:
-            home.settle()
+        try:
+            value = self._parameters[name]
+        except KeyError:
+            if name not in self._parameters:  # to Dynamo this question is a guard, the error is none
+                return self.__dict__[name] if name in self.__dict__ else nn.Module.__getattr__(self, name)
+            raise
+        if not activity.on:
+            self.__dict__[HOME].settle()
             return value
-        if value is None or not home.is_host and value.device == home.device:
+        if value is None or not is_host and value.device == device:
             return value
-        return torch.ops.fxo.gather(value, home.device)
+        return gather(value, device)
 
     def put(self: nn.Module, value: object) -> None:
         self.__dict__[name] = value
@@ -234,7 +257,7 @@ class ClassSwap:
                 raise ValueError("model: a part of it belongs to another compiled model; close that one first")
             found = True
             overrides = transformers.overrides(module, HOME) | bitsandbytes.overrides(module, HOME)
-            self._made.setdefault(key, swapped_class(*key, overrides))
+            self._made.setdefault(key, swapped_class(*key, self.home, overrides))
             self.originals[module] = plain
             module.__class__ = self._made[key]
             module.__dict__[HOME] = self.home

@@ -18,11 +18,13 @@ import torch
 import torch._dynamo
 import torch._dynamo.eval_frame
 import torch._dynamo.exc
+import torch._functorch._aot_autograd.graph_compile
 import torch._functorch.config
 import torch.fx as fx
 import torch._guards
 import torch.fx.experimental._config
 import torch.nn.attention
+from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.node import map_arg
 from torch._C._dynamo.eval_frame import reset_code
 from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput, PlainAOTInput
@@ -68,15 +70,29 @@ def aot_backend(
     )
 
 
+class Half(_LazyGraphModule):
+    """A graph for AOTAutograd to hand on to its compilers: Python code is made of it only when it is called, and text only where torch's log
+    of these graphs is read (AOTAutograd prints them whether it is or not)."""
+
+    def print_readable(self, print_output: bool = True, *args: Any, **options: Any) -> str:
+        """The graph as text; none where nobody would see it."""
+        is_read = print_output or _TRACE_LOG.handlers or _GRAPHS_LOG.isEnabledFor(logging.INFO)
+        return super().print_readable(print_output, *args, **options) if is_read else ""
+
+
+_TRACE_LOG, _GRAPHS_LOG = torch._logging._internal.trace_log, torch._functorch._aot_autograd.graph_compile.aot_graphs_log
+
+
 @contextlib.contextmanager
 def capture_config() -> Iterator[None]:
     """Settings of our own compile: logging calls do not break graphs, scalars are captured, backward runs without autocast as in
     eager. Both halves are compiled before either runs: what one needs of the arena is known when the other takes it."""
 
     ignored = {getattr(logging.Logger, n) for n in ("warning_once", "info_once") if hasattr(logging.Logger, n)}
+    # That one object is found in two places is guarded either way: by Python code, which Dynamo takes long to write, or in C++.
     dynamo = torch._dynamo.config.patch(
         ignore_logging_functions=ignored, capture_scalar_outputs=True, recompile_limit=64, accumulated_recompile_limit=4096,
-        automatic_dynamic_shapes=False, skip_nnmodule_hook_guards=False,
+        automatic_dynamic_shapes=False, skip_nnmodule_hook_guards=False, use_lamba_guard_for_object_aliasing=False,
     )
     # Only marked sizes are symbolic, and two that happen to be equal now are not one: what a capture is valid for depends on
     # the call alone, not on calls before it or on other models.

@@ -550,9 +550,10 @@ def test_what_was_not_used_for_longest_goes_first(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_second_start_reaches_its_first_step_in_a_third_of_the_time(tmp_path: Path) -> None:
+@pytest.mark.parametrize("row", ["full", "lora"])
+def test_a_second_start_reaches_its_first_step_in_a_third_of_the_time(row: str, tmp_path: Path) -> None:
     root = Path(__file__).parents[1]
-    command = [sys.executable, str(root / "bench" / "compile_cache.py"), "--one", "full", "--layers", "16",
+    command = [sys.executable, str(root / "bench" / "compile_cache.py"), "--one", row, "--layers", "16",
                "--cache-dir", str(tmp_path)]
     cold, *warm = [
         json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1]) for _ in range(3)]

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+import torch.fx as fx
+from functorch.compile import default_partition
+from torch._functorch._aot_autograd import graph_compile
 from transformers.integrations import moe  # noqa: F401  (declares the grouped product)
 
 from fxoffload.integrations import transformers
-from fxoffload.torch_compat import CAPTURE_FAILURES, TRACES_TENSOR_CHECKS
+from fxoffload.torch_compat import CAPTURE_FAILURES, TRACES_TENSOR_CHECKS, Half, aot_backend
 
 
 @pytest.fixture(autouse=True)
@@ -53,3 +58,33 @@ def test_dynamo_traces_the_check_of_a_tensor_where_we_leave_it() -> None:
     with torch._dynamo.config.patch(capture_scalar_outputs=True):
         with contextlib.nullcontext() if TRACES_TENSOR_CHECKS else pytest.raises(CAPTURE_FAILURES):
             checked(torch.ones(3))
+
+
+@pytest.mark.unit
+def test_autograd_prints_graphs_that_nobody_reads_and_halves_print_where_somebody_does() -> None:
+    printed: list[str] = []
+
+    class Noting(Half):
+        def print_readable(self, print_output: bool = True, *args: Any, **options: Any) -> str:
+            printed.append(super().print_readable(print_output, *args, **options))
+            return printed[-1]
+
+    def partition(*args: Any, **options: Any) -> tuple[fx.GraphModule, ...]:
+        return tuple(Noting(half, half.graph) for half in default_partition(*args, **options))
+
+    def called(gm: fx.GraphModule, _: Any) -> Any:
+        return torch._dynamo.disable(gm.forward)
+
+    def square(x: torch.Tensor) -> torch.Tensor:
+        return x.square()
+
+    for level, is_read in ((logging.WARNING, False), (logging.INFO, True)):
+        printed.clear()
+        torch._dynamo.reset()
+        before = graph_compile.aot_graphs_log.level
+        graph_compile.aot_graphs_log.setLevel(level)
+        try:
+            torch.compile(square, backend=aot_backend(called, called, called, partition))(torch.ones(2, requires_grad=True)).sum().backward()
+        finally:
+            graph_compile.aot_graphs_log.setLevel(before)
+        assert printed and all(bool(text) is is_read for text in printed)
