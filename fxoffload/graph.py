@@ -321,6 +321,16 @@ def operands(node: fx.Node) -> list[fx.Node]:
     return node.all_input_nodes
 
 
+def erase_unread(graph: fx.Graph, node: object) -> None:
+    """Erases a node that nothing reads any more, then its operands; inputs stay."""
+    if not isinstance(node, fx.Node) or node.users or node.op != "call_function":
+        return
+    read = operands(node)
+    graph.erase_node(node)
+    for operand in read:
+        erase_unread(graph, operand)
+
+
 def is_returned(node: fx.Node) -> bool:
     """True when the caller gets the value: memory of its own, as the program says."""
     return any(user.op == "output" for user in node.users)

@@ -3,8 +3,8 @@
 if __name__ != "fxoffload.passes":
     raise ImportError("this folder is installed as fxoffload.passes; import it under that name")
 
-# The pipeline in one readable tuple each. "reorder" is for numerics="reordered", on a canonical graph. "plan" decides on a canonical graph, "lower" applies a plan to one,
-# "place" plans where a lowered graph's values lie.
+# The pipeline in one readable tuple each. "reorder" leaves out of a canonical graph what numerics="reordered" allows to, "plan" decides on
+# one, "lower" applies a plan to one, "place" plans where a lowered graph's values lie.
 PIPELINES = {
     "reorder": ("fold-zeros", "merge-transposed"),
     "plan": (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.fx as fx
 
 from fxoffload.errors import PlanError
-from fxoffload.graph import name_of, output_of, returned
+from fxoffload.graph import erase_unread, name_of, output_of, returned
 from fxoffload.heads import Head, find_heads
 from fxoffload.pipeline import Context, Pass
 from fxoffload.plans import Defer
@@ -20,7 +20,7 @@ def run(graph: fx.Graph, ctx: Context) -> fx.Graph:
         raise PlanError(f"the plan returns the rows of {missing[0]}, which is no output that can be made of rows")
     _return_rows(graph, heads)
     for head in heads:
-        _erase_unread(graph, head.output)
+        erase_unread(graph, head.output)
     return graph
 
 
@@ -28,16 +28,6 @@ def _return_rows(graph: fx.Graph, heads: list[Head]) -> None:
     outputs, gradients = returned(graph)
     rows = {head.position: head.rows for head in heads}
     output_of(graph).args = ((tuple(rows.get(i, value) for i, value in enumerate(outputs)), gradients),)
-
-
-def _erase_unread(graph: fx.Graph, node: fx.Node) -> None:
-    """Erases what nothing reads any more: the node, then its operands."""
-    if node.users or node.op != "call_function":
-        return
-    operands = node.all_input_nodes
-    graph.erase_node(node)
-    for operand in operands:
-        _erase_unread(graph, operand)
 
 
 PASS = Pass("defer-outputs", run, requires=frozenset({"functional"}), breaks=frozenset({"released", "fits", "placed"}))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 import torch.fx as fx
 
-from fxoffload.graph import is_returned, operands, same_form
+from fxoffload.graph import erase_unread, is_returned, same_form
 from fxoffload.joint import name_nodes
 from fxoffload.liveness import is_view, view_source
 from fxoffload.pipeline import Context, Pass
@@ -38,7 +38,7 @@ def _folds(graph: fx.Graph, node: fx.Node) -> bool:
         if not _is_zero(zeros) or node.kwargs.get("alpha", 1) != 1:
             return False
         node.target, node.args, node.kwargs = _PRODUCTS[node.target], tuple(factors), {}
-        _erase_unread(graph, zeros)
+        erase_unread(graph, zeros)
         return True
     if node.target is not _aten.add.Tensor or node.kwargs.get("alpha", 1) != 1 or is_returned(node):
         return False
@@ -46,7 +46,7 @@ def _folds(graph: fx.Graph, node: fx.Node) -> bool:
     for zeros, value in (pair, pair[::-1]):
         if _is_zero(zeros) and isinstance(value, fx.Node) and same_form(value, node):
             node.replace_all_uses_with(value)
-            _erase_unread(graph, node)
+            erase_unread(graph, node)
             return True
     return False
 
@@ -58,15 +58,6 @@ def _is_zero(value: object) -> bool:
     if not isinstance(value, fx.Node):
         return False
     return value.target in _ZEROS or (value.target in _FILLED and bool(value.args[_FILLED[value.target]] == 0))  # type: ignore[index]
-
-
-def _erase_unread(graph: fx.Graph, node: object) -> None:
-    """Erases what nothing reads any more: the node, then its operands."""
-    if isinstance(node, fx.Node) and node.op == "call_function" and not node.users:
-        read = operands(node)
-        graph.erase_node(node)
-        for operand in read:
-            _erase_unread(graph, operand)
 
 
 PASS = Pass("fold-zeros", run, requires=frozenset({"functional"}), provides=frozenset({"functional"}))
