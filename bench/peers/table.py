@@ -53,6 +53,7 @@ PEERS: Mapping[str, Peer] = {
         'Liger\'s three in the model, numerics="reordered"', partial(ours, numerics="reordered", liger=True)),
     "fxoffload-functions": Peer(
         "the same, with LoRA's MLPs and projections as autograd Functions", partial(ours, numerics="reordered", executor="inductor", functions=True)),
+    "fxoffload-functions-bitwise": Peer('such Functions, numerics="bitwise"', partial(ours, numerics="bitwise", functions=True)),
     "fxoffload-functions-reordered": Peer(
         'such Functions, numerics="reordered"', partial(ours, numerics="reordered", functions=True)),
 }
