@@ -3,8 +3,10 @@
     python bench/plan_time.py [--rows 8B-full,80-lora] [--machine h200] [--shared] [--out FILE]
 
 Every row is one plan in a process of its own. `cpu_s` are processor seconds of that process, imports apart, and `wall_s` the time
-that passed: where other work shares the cores, the first is the one to compare. `search_cpu_s` is the search again, on the step that is
-captured: no capture, but the lowering and placing of what it chose. `rss_bytes` is the most the process ever held.
+that passed: where other work shares the cores, the first is the one to compare. `search_cpu_s` is all of planning again, on the step that
+is captured, and three parts of it are told apart: `extraction_cpu_s`, the problem made of the graph, with the schedule, bounds and costs of the
+step as it was captured; `solve_cpu_s`, the solver, graphs of its recipes of recomputation included; `lowering_cpu_s`, the chosen plan applied,
+placed and simulated. The rest is what the plan says of itself. `rss_bytes` is the most the process ever held.
 """
 
 from __future__ import annotations
@@ -17,8 +19,12 @@ import resource
 import subprocess
 import sys
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 ROOT = Path(__file__).resolve().parent.parent
 BATCH = (4, 2048)
@@ -75,15 +81,67 @@ def measured(row: Row, machine: str) -> dict[str, object]:
     planned_for, model = load_machine(machine), model_without_weights(config, lora, quantization)
     options = planning_options(model, planned_for, row.budget, None, 0, "adamw", "auto", None, "bitwise", (), None)
     with captured(model, BATCH, options, planned_for) as session:
-        started_search_s = time.process_time()
-        again = session.study.plan()
-        search_cpu_s = time.process_time() - started_search_s
+        with phases() as clock:
+            again = session.study.plan()
     assert again.predicted.step_s == plan.predicted.step_s, "the same search gave another plan"
     return {
-        "cpu_s": round(cpu_s, 1), "wall_s": round(wall_s, 1), "search_cpu_s": round(search_cpu_s, 1),
+        "cpu_s": round(cpu_s, 1), "wall_s": round(wall_s, 1), "search_cpu_s": round(sum(clock.seconds.values()), 1),
+        **{f"{phase}_cpu_s": round(clock.seconds[phase], 1) for phase in _PHASES},
         "rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "decisions": len(plan.decisions), "predicted_peak_bytes": plan.predicted.device_peak_bytes, "predicted_step_s": plan.predicted.step_s,
     }
+
+
+_PHASES = ("extraction", "solve", "lowering")
+
+
+@dataclass
+class Clock:
+    """Processor seconds of each phase, those of phases within it apart."""
+
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(("rest", *_PHASES), 0.0))
+    running: list[str] = field(default_factory=lambda: ["rest"])
+    since_s: float = field(default_factory=time.process_time)
+
+    def turn(self) -> None:
+        """What has passed counts for the phase that runs."""
+        now_s = time.process_time()
+        self.seconds[self.running[-1]] += now_s - self.since_s
+        self.since_s = now_s
+
+    def timed(self, phase: str, function: Callable[..., Any], is_of: Callable[..., bool] = lambda *_: True) -> Callable[..., Any]:
+        """The function, with its calls in that phase, of those that `is_of` says are."""
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not is_of(*args):
+                return function(*args, **kwargs)
+            self.turn()
+            self.running.append(phase)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.turn()
+                self.running.pop()
+        return call
+
+
+@contextmanager
+def phases() -> Iterator[Clock]:
+    """A Clock of the planning that is done inside."""
+    from fxoffload import ladder
+    from fxoffload.planner import Chosen
+    from fxoffload.planning import Planning
+    from fxoffload.recipes import Recipe
+
+    clock = Clock()
+    recomputed = clock.timed("extraction", ladder.recomputed, lambda _problem, recipe, *_: recipe == Recipe("all"))
+    with (
+        mock.patch.object(Planning, "_problem", clock.timed("extraction", Planning._problem)),
+        mock.patch.object(ladder, "recomputed", recomputed),
+        mock.patch.object(Chosen, "of", staticmethod(clock.timed("solve", Chosen.of))),
+        mock.patch.object(Chosen, "lowered", clock.timed("lowering", Chosen.lowered)),
+    ):
+        yield clock
+        clock.turn()
 
 
 def in_a_process(name: str, machine: str) -> dict[str, object]:
@@ -102,7 +160,7 @@ def main() -> int:
     result = header(arguments)
     for name in arguments.rows.split(","):
         row = in_a_process(name, arguments.machine)
-        print(f"{name:8s} {row['budget']:>6s} {row['cpu_s']:>7} cpu s {row['wall_s']:>7} s, search {row['search_cpu_s']:>6} cpu s, {row['rss_bytes'] / 2**30:.2f} GiB", flush=True)
+        print(f"{name:8s} {row['budget']:>6s} {row['cpu_s']:>7} cpu s {row['wall_s']:>7} s, search {row['search_cpu_s']:>6} cpu s, of it solver {row['solve_cpu_s']:>5}, {row['rss_bytes'] / 2**30:.2f} GiB", flush=True)
         result["rows"].append(row)
         arguments.out.write_text(json.dumps(result, indent=1) + "\n")
     return 0
