@@ -3,10 +3,10 @@
     python bench/plan_time.py [--rows 8B-full,80-lora] [--machine h200] [--shared] [--out FILE]
 
 Every row is one plan in a process of its own. `cpu_s` are processor seconds of that process, imports apart, and `wall_s` the time
-that passed: where other work shares the cores, the first is the one to compare. `search_cpu_s` is all of planning again, on the step that
-is captured, and three parts of it are told apart: `extraction_cpu_s`, the problem made of the graph, with the schedule, bounds and costs of the
-step as it was captured; `solve_cpu_s`, the solver, graphs of its recipes of recomputation included; `lowering_cpu_s`, the chosen plan applied,
-placed and simulated. The rest is what the plan says of itself. `rss_bytes` is the most the process ever held.
+that passed: where other work shares the cores, the first is the one to compare. Of them three parts are told apart: `extraction_cpu_s`, the
+problem made of the graph, with the schedule, bounds and costs of the step as it was captured; `solve_cpu_s`, the solver, graphs of its recipes
+of recomputation included; `lowering_cpu_s`, the chosen plan applied, placed and simulated. The rest is capture, and what the plan says of
+itself. `search_cpu_s` is all of this but the capture again, on the captured step. `rss_bytes` is the most the process ever held.
 """
 
 from __future__ import annotations
@@ -58,14 +58,32 @@ _WIDTHS = {
 
 def measured(row: Row, machine: str) -> dict[str, object]:
     """The row's plan made here: seconds, memory, and what was decided."""
+    import fxoffload
+
+    config, lora, quantization = described(row)
+    started_s, started_cpu_s = time.perf_counter(), time.process_time()
+    with phases() as clock:
+        plan = fxoffload.plan(config, BATCH, device_budget=row.budget, machine=machine, lora=lora, quantization=quantization)
+    cpu_s, wall_s = time.process_time() - started_cpu_s, time.perf_counter() - started_s
+    assert plan.decisions, "an inert plan says nothing about planning"
+    with captured_step(row, machine) as session:
+        started_search_s = time.process_time()
+        again = session.study.plan()
+        search_cpu_s = time.process_time() - started_search_s
+    assert again.predicted.step_s == plan.predicted.step_s, "the same search gave another plan"
+    return {
+        "cpu_s": round(cpu_s, 1), "wall_s": round(wall_s, 1), "search_cpu_s": round(search_cpu_s, 1),
+        **{f"{phase}_cpu_s": round(clock.seconds[phase], 1) for phase in _PHASES},
+        "rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "decisions": len(plan.decisions), "predicted_peak_bytes": plan.predicted.device_peak_bytes, "predicted_step_s": plan.predicted.step_s,
+    }
+
+
+def described(row: Row) -> tuple[Any, Any, Any]:
+    """The row's model, adapters and quantization, as configurations; None for what it has not."""
     import peft
     import torch
     import transformers
-
-    import fxoffload
-    from fxoffload.api import captured, planning_options
-    from fxoffload.dry import model_without_weights
-    from fxoffload.machine import load_machine
 
     config = transformers.LlamaConfig(
         num_hidden_layers=row.layers, num_key_value_heads=8, vocab_size=128256, max_position_embeddings=8192, dtype=torch.bfloat16,
@@ -73,23 +91,18 @@ def measured(row: Row, machine: str) -> dict[str, object]:
     lora = peft.LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM") if row.trained != "all" else None
     packed = transformers.BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=torch.bfloat16)
-    quantization = packed if row.weights != "bf16" else None
-    started_s, started_cpu_s = time.perf_counter(), time.process_time()
-    plan = fxoffload.plan(config, BATCH, device_budget=row.budget, machine=machine, lora=lora, quantization=quantization)
-    cpu_s, wall_s = time.process_time() - started_cpu_s, time.perf_counter() - started_s
-    assert plan.decisions, "an inert plan says nothing about planning"
-    planned_for, model = load_machine(machine), model_without_weights(config, lora, quantization)
+    return config, lora, packed if row.weights != "bf16" else None
+
+
+def captured_step(row: Row, machine: str) -> Any:
+    """The session that captured the row's step, a context."""
+    from fxoffload.api import captured, planning_options
+    from fxoffload.dry import model_without_weights
+    from fxoffload.machine import load_machine
+
+    planned_for, model = load_machine(machine), model_without_weights(*described(row))
     options = planning_options(model, planned_for, row.budget, None, 0, "adamw", "auto", None, "bitwise", (), None)
-    with captured(model, BATCH, options, planned_for) as session:
-        with phases() as clock:
-            again = session.study.plan()
-    assert again.predicted.step_s == plan.predicted.step_s, "the same search gave another plan"
-    return {
-        "cpu_s": round(cpu_s, 1), "wall_s": round(wall_s, 1), "search_cpu_s": round(sum(clock.seconds.values()), 1),
-        **{f"{phase}_cpu_s": round(clock.seconds[phase], 1) for phase in _PHASES},
-        "rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-        "decisions": len(plan.decisions), "predicted_peak_bytes": plan.predicted.device_peak_bytes, "predicted_step_s": plan.predicted.step_s,
-    }
+    return captured(model, BATCH, options, planned_for)
 
 
 _PHASES = ("extraction", "solve", "lowering")
