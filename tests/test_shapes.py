@@ -104,9 +104,10 @@ def test_shapes_keep_to_the_budget_of_a_device_that_has_no_more(simulated_device
         out = model(**batch)
         out.loss.backward()
         assert out.loss.item() == loss
-        assert torch.isfinite(out.logits).all()
+        if set(batch) == {"input_ids", "labels"}:  # one graph of evaluation is enough
+            assert torch.isfinite(out.logits).all()
         del out
-    assert captures(model) <= 8  # four of training, four of evaluation for the logits
+    assert captures(model) <= 5  # four of training, one of evaluation for the logits
     assert simulated_device.max_memory_allocated() <= model.fxoffload.plan.predicted.device_peak_bytes <= budget
     model.fxoffload.close()
     del model, batch

@@ -143,8 +143,8 @@ class Captured:
         return solve(replace(self.problem, context=replace(self.problem.context, device_budget_bytes=budget)), self.searches)
 
 
-def captured(model: nn.Module, batch: Batch) -> Captured:
-    session = Session(model, Options(torch.device(DEVICE, 0), device_budget_bytes=1 << 40), default_machine("fxsim"), None)
+def captured(model: nn.Module, batch: Batch, dynamic: bool) -> Captured:
+    session = Session(model, Options(torch.device(DEVICE, 0), device_budget_bytes=1 << 40, dynamic=dynamic), default_machine("fxsim"), None)
     session.places.settle_constants()
     problems: list[Problem] = []
     planning, lower = session.planning, session.planning.lower
@@ -218,7 +218,7 @@ def soak(seed: int, n_budgets: int, device: SimulatedDevice) -> Iterator[str]:
     plain = gradients_by_pytorch(model, batch)
     gc.collect()
     base = device.memory_allocated()
-    one = captured(model, batch)
+    one = captured(model, batch, dynamic=dice.random() < 0.5)
     free = one.solved(None)
     expected = one.run(free)
     got = gradients_of(one, expected)

@@ -251,13 +251,13 @@ def test_what_has_no_text_is_refused_by_name() -> None:
         text.render(graph)
 
 
-def test_ten_thousand_nodes_are_written_in_a_second_and_a_half() -> None:
+def test_two_thousand_nodes_are_written_in_a_third_of_a_second() -> None:
     lines = ['graph "big" (s0 <= 4)', "%v0: f32[s0,8] = input"]
-    lines += [f"%v{i}: f32[s0,8] = aten.add.Tensor %v{i - 1}, %v0, alpha=2" for i in range(1, 10_000)]
-    graph = text.parse("\n".join([*lines, "return (%v9999)"]))
+    lines += [f"%v{i}: f32[s0,8] = aten.add.Tensor %v{i - 1}, %v0, alpha=2" for i in range(1, 2_000)]
+    graph = text.parse("\n".join([*lines, "return (%v1999)"]))
     started = time.process_time()
     text.render(graph, Bounds({"s0": 4}))
-    assert time.process_time() - started < 1.5
+    assert time.process_time() - started < 0.33
 
 
 class Named(torch.nn.Module):
