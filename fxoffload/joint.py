@@ -11,9 +11,9 @@ import torch.fx as fx
 
 from . import ops
 from .effects import Tier
-from .graph import BORDER, INFO, OUTPUT, NodeInfo, Role, constant_of, is_symbol, module_path, op_name, set_constant
+from .graph import BORDER, INFO, OUTPUT, NodeInfo, Role, constant_of, is_symbol, module_path, op_name, set_constant, tensors_in
 from .errors import PlanError
-from .torch_compat import triton_kernel_of
+from .torch_compat import has_unbacked_sizes, source_line_of, triton_kernel_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +35,11 @@ def step_graph(joint: fx.Graph, inputs: Sequence[InputRef], n_forward_outputs: i
     """The Step's Graph from a joint graph whose first placeholders are `inputs` and whose others are tangents.
 
     Gathers and sinks of the capture are taken out: the result speaks of values on the compute device only, the same text for
-    every residency. Output: ((forward outputs), (gradients)). Raises PlanError when the placeholders do not match, and for an op whose
-    inside is another graph or a kernel: what it reads, writes and holds nobody tells.
+    every residency. Output: ((forward outputs), (gradients)). Raises PlanError when the placeholders do not match, for an op whose
+    inside is another graph or a kernel (what it reads, writes and holds nobody tells), and for a size that is known only once other values are.
     """
     _refuse_higher_order(joint)
+    _refuse_unknown_sizes(joint)
     placeholders = joint.find_nodes(op="placeholder")
     if len(placeholders) < len(inputs):
         raise PlanError(f"capture gave {len(placeholders)} inputs, {len(inputs)} were expected")
@@ -72,6 +73,15 @@ def _refuse_higher_order(joint: fx.Graph) -> None:
             raise PlanError(
                 f"{module_path(node) or 'the model'} {what}, which cannot be planned: make an op of what calls it (torch.library.custom_op, "
                 "with register_fake and register_autograd), or have PyTorch's own ops there")
+
+
+def _refuse_unknown_sizes(joint: fx.Graph) -> None:
+    for node in joint.nodes:
+        if any(map(has_unbacked_sizes, tensors_in(node.meta.get("val")))):
+            place = " at ".join(filter(None, (module_path(node) or "the model", source_line_of(node))))
+            raise PlanError(
+                f"{place}: the result of {op_name(node)} has a size that depends on values (as of nonzero, a mask as index, a slice up to a sum), "
+                "whose bytes cannot be planned: keep all rows and multiply by the mask, or use torch.where or masked_scatter")
 
 
 def _flat_outputs(joint: fx.Graph) -> list[object]:
