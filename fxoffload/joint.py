@@ -13,7 +13,7 @@ from . import ops
 from .effects import Tier
 from .graph import BORDER, INFO, OUTPUT, NodeInfo, Role, constant_of, is_symbol, module_path, op_name, set_constant, tensors_in
 from .errors import PlanError
-from .torch_compat import has_unbacked_sizes, source_line_of, triton_kernel_of
+from .torch_compat import has_unbacked_sizes, source_line_of, triton_kernel_of, written_inputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +48,12 @@ def step_graph(joint: fx.Graph, inputs: Sequence[InputRef], n_forward_outputs: i
     forward = _forward_nodes(joint, forward_outputs)
     has_backward = any(isinstance(g, fx.Node) for g in gradients)
 
-    graph = fx.Graph()
+    graph, written = fx.Graph(), set(written_inputs(joint))
     new: dict[fx.Node, fx.Node] = {}
     for position, node in enumerate(placeholders):
         new[node] = graph.node_copy(node)
         new[node].meta = dict(node.meta)
-        new[node].meta[INFO] = _input_info(position, node, inputs)
+        new[node].meta[INFO] = _input_info(position, node, inputs, position in written)
     body = [n for n in joint.nodes if n.op not in ("placeholder", "output")]
     _copy_nodes(graph, new, [n for n in body if n in forward])
     if has_backward:
@@ -77,7 +77,8 @@ def _refuse_higher_order(joint: fx.Graph) -> None:
 
 def _refuse_unknown_sizes(joint: fx.Graph) -> None:
     for node in joint.nodes:
-        if any(map(has_unbacked_sizes, tensors_in(node.meta.get("val")))):
+        # a tangent has the size of the output it belongs to, which some op made
+        if node.op != "placeholder" and any(map(has_unbacked_sizes, tensors_in(node.meta.get("val")))):
             place = " at ".join(filter(None, (module_path(node) or "the model", source_line_of(node))))
             raise PlanError(
                 f"{place}: the result of {op_name(node)} has a size that depends on values (as of nonzero, a mask as index, a slice up to a sum), "
@@ -91,13 +92,13 @@ def _flat_outputs(joint: fx.Graph) -> list[object]:
     return flat
 
 
-def _input_info(position: int, node: fx.Node, inputs: Sequence[InputRef]) -> NodeInfo:
+def _input_info(position: int, node: fx.Node, inputs: Sequence[InputRef], written: bool) -> NodeInfo:
     if not isinstance(node.meta.get("val"), torch.Tensor):
         return NodeInfo(f"symbol#{position}", Role.SYMBOL)
     if position >= len(inputs):
         return NodeInfo(f"tangent#{position - len(inputs)}", Role.TANGENT)
     ref = inputs[position]
-    return NodeInfo(ref.name, ref.role, ref.fqn, Tier.DEVICE, ref.trainable)
+    return NodeInfo(ref.name, ref.role, ref.fqn, Tier.DEVICE, ref.trainable, written=written)
 
 
 def _forward_nodes(joint: fx.Graph, forward_outputs: Sequence[object]) -> set[fx.Node]:

@@ -165,7 +165,8 @@ def source_line_of(node: fx.Node) -> str:
 def written_inputs(joint: fx.Graph) -> list[int]:
     """Positions of the inputs that the forward of AOTAutograd's joint graph writes into (torch._functorch._aot_autograd.descriptors)."""
     outputs = joint.output_node().meta.get("desc", ())
-    return [cast(PlainAOTInput, d.mutated_input).idx for d in outputs if isinstance(d, InputMutationAOTOutput)]
+    written = [d.mutated_input for d in outputs if isinstance(d, InputMutationAOTOutput)]
+    return [one.idx for one in written if isinstance(one, PlainAOTInput)]
 
 
 # Marks what an autograd.Function stashed on its context without `save_for_backward`. AOTAutograd keeps a saved value that bears it

@@ -151,7 +151,7 @@ class Choosing(nn.Linear):
     """A part of the rows: how many, only the values say."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x)[x[:, 0] > 0].sum()
+        return super().forward(x)[x[:, 0] > 0]
 
 
 class Windowed(nn.Linear):
