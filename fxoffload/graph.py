@@ -51,6 +51,7 @@ class NodeInfo:
     `tier`: where an input's bytes live. `origin`: canonical name of the node this one is a clone of.
     `grad_of`: on an output gradient's node, the parameter it belongs to. `offset`: where in the arena the node's Storage begins, in
     bytes, where memory is planned by offsets. `pages`: where it does not lie in one piece, the offset and the bytes of each.
+    `written`: an input that the caller of forward writes an output into before backward begins (a running mean).
     """
 
     name: str
@@ -61,6 +62,7 @@ class NodeInfo:
     origin: str | None = None
     offset: int | None = None
     pages: tuple[tuple[int, int], ...] = ()
+    written: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,9 +11,9 @@ import torch.fx as fx
 
 from . import ops
 from .effects import Tier
-from .graph import BORDER, INFO, OUTPUT, NodeInfo, Role, constant_of, is_symbol, module_path, op_name, set_constant
+from .graph import BORDER, INFO, OUTPUT, NodeInfo, Role, constant_of, is_symbol, module_path, op_name, set_constant, tensors_in
 from .errors import PlanError
-from .torch_compat import triton_kernel_of
+from .torch_compat import has_unbacked_sizes, source_line_of, triton_kernel_of, written_inputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +35,11 @@ def step_graph(joint: fx.Graph, inputs: Sequence[InputRef], n_forward_outputs: i
     """The Step's Graph from a joint graph whose first placeholders are `inputs` and whose others are tangents.
 
     Gathers and sinks of the capture are taken out: the result speaks of values on the compute device only, the same text for
-    every residency. Output: ((forward outputs), (gradients)). Raises PlanError when the placeholders do not match, and for an op whose
-    inside is another graph or a kernel: what it reads, writes and holds nobody tells.
+    every residency. Output: ((forward outputs), (gradients)). Raises PlanError when the placeholders do not match, for an op whose
+    inside is another graph or a kernel (what it reads, writes and holds nobody tells), and for a size that is known only once other values are.
     """
     _refuse_higher_order(joint)
+    _refuse_unknown_sizes(joint)
     placeholders = joint.find_nodes(op="placeholder")
     if len(placeholders) < len(inputs):
         raise PlanError(f"capture gave {len(placeholders)} inputs, {len(inputs)} were expected")
@@ -47,12 +48,12 @@ def step_graph(joint: fx.Graph, inputs: Sequence[InputRef], n_forward_outputs: i
     forward = _forward_nodes(joint, forward_outputs)
     has_backward = any(isinstance(g, fx.Node) for g in gradients)
 
-    graph = fx.Graph()
+    graph, written = fx.Graph(), set(written_inputs(joint))
     new: dict[fx.Node, fx.Node] = {}
     for position, node in enumerate(placeholders):
         new[node] = graph.node_copy(node)
         new[node].meta = dict(node.meta)
-        new[node].meta[INFO] = _input_info(position, node, inputs)
+        new[node].meta[INFO] = _input_info(position, node, inputs, position in written)
     body = [n for n in joint.nodes if n.op not in ("placeholder", "output")]
     _copy_nodes(graph, new, [n for n in body if n in forward])
     if has_backward:
@@ -74,6 +75,16 @@ def _refuse_higher_order(joint: fx.Graph) -> None:
                 "with register_fake and register_autograd), or have PyTorch's own ops there")
 
 
+def _refuse_unknown_sizes(joint: fx.Graph) -> None:
+    for node in joint.nodes:
+        # a tangent has the size of the output it belongs to, which some op made
+        if node.op != "placeholder" and any(map(has_unbacked_sizes, tensors_in(node.meta.get("val")))):
+            place = " at ".join(filter(None, (module_path(node) or "the model", source_line_of(node))))
+            raise PlanError(
+                f"{place}: the result of {op_name(node)} has a size that depends on values (as of nonzero, a mask as index, a slice up to a sum), "
+                "whose bytes cannot be planned: keep all rows and multiply by the mask, or use torch.where or masked_scatter")
+
+
 def _flat_outputs(joint: fx.Graph) -> list[object]:
     flat: list[object] = []
     for value in joint.output_node().args[0]:  # type: ignore[union-attr]
@@ -81,13 +92,13 @@ def _flat_outputs(joint: fx.Graph) -> list[object]:
     return flat
 
 
-def _input_info(position: int, node: fx.Node, inputs: Sequence[InputRef]) -> NodeInfo:
+def _input_info(position: int, node: fx.Node, inputs: Sequence[InputRef], written: bool) -> NodeInfo:
     if not isinstance(node.meta.get("val"), torch.Tensor):
         return NodeInfo(f"symbol#{position}", Role.SYMBOL)
     if position >= len(inputs):
         return NodeInfo(f"tangent#{position - len(inputs)}", Role.TANGENT)
     ref = inputs[position]
-    return NodeInfo(ref.name, ref.role, ref.fqn, Tier.DEVICE, ref.trainable)
+    return NodeInfo(ref.name, ref.role, ref.fqn, Tier.DEVICE, ref.trainable, written=written)
 
 
 def _forward_nodes(joint: fx.Graph, forward_outputs: Sequence[object]) -> set[fx.Node]:

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import logging
 import os
+import re
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -29,7 +30,7 @@ from torch.fx.node import map_arg
 from torch._C._dynamo.eval_frame import reset_code
 from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput, PlainAOTInput
 from torch._dynamo.backends.common import aot_autograd as _aot_autograd
-from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_unbacked_symbols
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv, free_unbacked_symbols
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .errors import PlanError
@@ -155,10 +156,17 @@ def has_unbacked_sizes(value: object) -> bool:
     return isinstance(value, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)) and bool(free_unbacked_symbols(value))
 
 
+def source_line_of(node: fx.Node) -> str:
+    """File and line of the model's own code that made the node, "" when unknown. torch.fx keeps the stack as Python's traceback writes it."""
+    calls = re.findall(r'File "(.+)", line (\d+)', node.meta.get("stack_trace") or "")
+    return ":".join(calls[-1]) if calls else ""
+
+
 def written_inputs(joint: fx.Graph) -> list[int]:
     """Positions of the inputs that the forward of AOTAutograd's joint graph writes into (torch._functorch._aot_autograd.descriptors)."""
     outputs = joint.output_node().meta.get("desc", ())
-    return [cast(PlainAOTInput, d.mutated_input).idx for d in outputs if isinstance(d, InputMutationAOTOutput)]
+    written = [d.mutated_input for d in outputs if isinstance(d, InputMutationAOTOutput)]
+    return [one.idx for one in written if isinstance(one, PlainAOTInput)]
 
 
 # Marks what an autograd.Function stashed on its context without `save_for_backward`. AOTAutograd keeps a saved value that bears it
@@ -238,7 +246,8 @@ def use_expandable_segments() -> None:
         torch._C._accelerator_setAllocatorSettings(",".join(filter(None, [known, "expandable_segments:True"])))
 
 
-CAPTURE_FAILURES = (torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit)
+# The last is a branch on a size that depends on values; Dynamo lets it through as it is.
+CAPTURE_FAILURES = (torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit, GuardOnDataDependentSymNode)
 
 
 def inner_error(error: BaseException) -> BaseException | None:

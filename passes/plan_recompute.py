@@ -97,13 +97,15 @@ def _forward_values(live: Liveness) -> dict[Storage, fx.Node]:
     end = live.border
     outputs, _ = returned(live.nodes[end].graph)
     kept = {s for v in outputs if isinstance(v, fx.Node) for s in live.of.get(v, ())}
-    written = {s for node in live.nodes[:end] if _writes(node.target) for s in live.of.get(node.all_input_nodes[0], ())}
+    targets = [node.all_input_nodes[0] for node in live.nodes[:end] if _writes(node.target)]
+    targets += [node for node in live.nodes[:end] if node.op == "placeholder" and info(node).written]
+    written = {s for target in targets for s in live.of.get(target, ())}
     found = {}
     for storage, node in base_nodes(live).items():
         if storage.is_input or storage in kept or live.first[storage] >= end or node.op != "call_function":
             continue
         # Backward would read what forward has written there since (a running mean), not what the original read.
-        if written and any(s in written for operand in node.all_input_nodes for s in live.of.get(operand, ())):
+        if written and any(s in written for operand in owner_of(node).all_input_nodes for s in live.of.get(operand, ())):
             continue
         if storage.tier is Tier.DEVICE and not is_view(node) and not _writes(node.target):
             found[storage] = node

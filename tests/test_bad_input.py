@@ -147,6 +147,33 @@ def test_what_cannot_be_one_graph_is_refused_with_its_place() -> None:
     assert type(model) is Branching
 
 
+class Choosing(nn.Linear):
+    """A part of the rows: how many, only the values say."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)[x[:, 0] > 0]
+
+
+class Windowed(nn.Linear):
+    """Sizes read from values, on which the trace must branch."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        height, width = x.detach()[0, :2].long().tolist()
+        return super().forward(x) * len(torch.arange(height * width).reshape(height, width).sum(0).tolist())
+
+
+@pytest.mark.parametrize("kind", [Choosing, Windowed])
+@pytest.mark.parametrize("call", [
+    lambda model, x: fxoffload.compile(model, x, device="cpu", device_budget="1MiB"),
+    lambda model, x: fxoffload.plan(model, x, device_budget="1MiB", machine="cpu"),
+], ids=["compile", "plan"])
+def test_a_size_that_depends_on_values_is_refused_with_its_place(kind: type[nn.Module], call: Any) -> None:
+    model = kind(8, 8)
+    with pytest.raises(fxoffload.PlanError, match="(?s)test_bad_input.py.*depends on values|depend.*test_bad_input.py"):
+        call(model, torch.full((4, 8), 2.0))
+    assert type(model) is kind
+
+
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     path = tmp_path_factory.mktemp("plan") / "plan.json"

@@ -27,6 +27,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from zoo import gpt2, llama, tokens
 
 import fxoffload
+from fxoffload.graph import info
 
 pytestmark = pytest.mark.integration
 BUDGET = "600KiB"  # the Llama of the zoo needs about 1.4 MiB free of budget: parameters stream, activations are recomputed
@@ -412,6 +413,14 @@ def test_outputs_beside_the_loss_do_not_run_batch_norm_twice() -> None:
         assert torch.equal(theirs["logits"], mine["logits"]) and not mine["logits"].requires_grad
         theirs["loss"].backward(), mine["loss"].backward()
     assert_same(plain, model)
+    model.fxoffload.close()
+
+
+def test_a_graph_knows_the_buffers_that_its_forward_writes() -> None:
+    batch = {"images": torch.randn(4, 3, 8, 8), "labels": torch.randint(5, (4,))}
+    model = compiled(NetWithLoss(), batch)
+    inputs = model.fxoffload.graphs["train"].find_nodes(op="placeholder")
+    assert {info(n).fqn for n in inputs if info(n).written} == {f"body.1.{name}" for name, _ in nn.BatchNorm2d(8).named_buffers()}
     model.fxoffload.close()
 
 

@@ -29,6 +29,26 @@ return ((%y), (%gs, none))
 """
 
 
+# The same of an element of a tuple, where what is written is an output and the caller writes it.
+MUTATED_TUPLE = """\
+graph "mutated_tuple"
+%x: f32[4,8] = input {role=batch}
+%mean: f32[8] = input {role=buffer, fqn="mean", written=true}
+%var: f32[8] = input {role=buffer, fqn="var", written=true}
+%t: f32[4,8] = input {role=tangent}
+%norm: (f32[4,8],f32[8],f32[8],f32[8],f32[8]) = aten._native_batch_norm_legit_functional %x, none, none, %mean, %var, true, 0.1, 1e-05
+%a: f32[4,8] = getitem %norm, 0
+%new_mean: f32[8] = getitem %norm, 3
+%new_var: f32[8] = getitem %norm, 4
+%y: f32[4,8] = aten.exp %a
+%z: f32[4,8] = aten.sin %y
+fxo.backward
+%g: f32[4,8] = aten.mul.Tensor %t, %y
+%gx: f32[4,8] = aten.mul.Tensor %g, %a
+return ((%new_mean, %new_var, %z), (%gx, none, none))
+"""
+
+
 def decided(lines: str, keep: str, machine: str | None = None, draws_once: bool = False) -> list[str]:
     graph, known = text.parse(lines), None if machine is None else load_machine(machine)
     context = Context(text.parse_bounds(lines), options={"keep": keep, "blocks": -1}, machine=known, draws_once=draws_once)
@@ -112,6 +132,7 @@ def test_what_is_drawn_is_saved_where_draws_are_made_once() -> None:
 
 def test_what_reads_a_buffer_that_forward_writes_is_saved_and_what_reads_it_then_is_not() -> None:
     assert decided(MUTATED, "inputs") == ["a"]
+    assert decided(MUTATED_TUPLE, "inputs") == ["y"]
     assert_same_results(*recomputed(MUTATED, "a"))  # type: ignore[arg-type]
 
 
