@@ -119,7 +119,7 @@ class Donated:
 
 
 def _is_made_for(node: fx.Node, operand: fx.Node) -> bool:
-    """Whether an op that can write where it is told makes the operand, and nothing but the node reads it."""
-    if operand.op != "call_function" or out_variant(operand.target) is None:
+    """Whether an op that can write where it is told makes the operand, or a copy brings it back, and nothing but the node reads it."""
+    if operand.op != "call_function" or (out_variant(operand.target) is None and operand.target is not ops.wait):
         return False
     return all(user is node or user.target is ops.release for user in operand.users)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 import torch.fx as fx
 
+from fxoffload.graph import erase_unread
 from fxoffload.joint import name_nodes
 from fxoffload.pipeline import Context, Pass
 
@@ -48,11 +49,7 @@ def _replace(graph: fx.Graph, node: fx.Node, first: fx.Node) -> None:
         turned = graph.call_function(_aten.t.default, (first,))
         turned.meta = {**node.meta, "val": first.meta["val"].t()}
     node.replace_all_uses_with(turned)
-    reads = node.all_input_nodes
-    graph.erase_node(node)
-    for operand in reads:
-        if not operand.users and operand.target is _aten.t.default:
-            graph.erase_node(operand)
+    erase_unread(graph, node)
 
 
 PASS = Pass("merge-transposed", run, requires=frozenset({"functional"}), provides=frozenset({"functional"}))

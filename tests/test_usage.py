@@ -27,7 +27,10 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from zoo import gpt2, llama, tokens
 
 import fxoffload
+from fxoffload.effects import Channel
 from fxoffload.graph import info
+from fxoffload.machine import load_machine
+from fxoffload.observation import with_slower_copies
 
 pytestmark = pytest.mark.integration
 BUDGET = "600KiB"  # the Llama of the zoo needs about 1.4 MiB free of budget: parameters stream, activations are recomputed
@@ -422,6 +425,45 @@ def test_a_graph_knows_the_buffers_that_its_forward_writes() -> None:
     inputs = model.fxoffload.graphs["train"].find_nodes(op="placeholder")
     assert {info(n).fqn for n in inputs if info(n).written} == {f"body.1.{name}" for name, _ in nn.BatchNorm2d(8).named_buffers()}
     model.fxoffload.close()
+
+
+class Normed(nn.Module):
+    """Linears with a batch norm each, whose results backward reads."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(*[
+            layer for _ in range(4) for layer in (nn.Linear(width, width), nn.BatchNorm1d(width), nn.SiLU(), nn.Tanh())])
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": self.body(x).square().mean()}
+
+
+@pytest.mark.parametrize(("device", "machine", "width", "budget"), [
+    ("cpu", "cpu", 32, "90KiB"), *(pytest.param("cuda", "h200", 1024, budget, marks=pytest.mark.gpu) for budget in ("200MiB", "150MiB"))])
+def test_what_reads_statistics_that_forward_writes_is_kept_where_all_else_is_made_again(
+        device: str, machine: str, width: int, budget: str) -> None:
+    torch.manual_seed(0)
+    plain, x = Normed(width), torch.randn(2 * width, width, device=device)
+    slow = with_slower_copies(load_machine(machine), {Channel.H2D: 1000.0, Channel.D2H: 1000.0})
+    model = compiled(copy.deepcopy(plain), x, device=device, device_budget=budget, machine=slow)
+    plain.to(device)
+    for _ in range(3):
+        for one in (plain, model):
+            one(x)["loss"].backward()
+    assert_same(plain, model)
+    for name, buffer in plain.named_buffers():
+        assert torch.equal(buffer.cpu(), model.get_buffer(name).cpu()), name
+    assert model.fxoffload.plan.count()["recompute"] > 0
+    model.fxoffload.close()
+
+
+@pytest.mark.parametrize("budget", ["250MiB", "150MiB"])
+def test_a_gradient_that_leaves_before_its_only_read_gives_its_place_away_when_it_is_back(budget: str) -> None:
+    """Where values lie at offsets: the search counts on the place whether the gradient stays or not."""
+    slow = with_slower_copies(load_machine("h200"), {Channel.H2D: 1000.0, Channel.D2H: 1000.0})
+    plan = fxoffload.plan(Normed(1024), torch.randn(2048, 1024), device_budget=budget, machine=slow)
+    assert plan.predicted.device_peak_bytes <= plan.device_budget_bytes
 
 
 class _Stashing(torch.autograd.Function):
