@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import io
@@ -444,18 +445,21 @@ class Normed(nn.Module):
 def test_what_reads_statistics_that_forward_writes_is_kept_where_all_else_is_made_again(
         device: str, machine: str, width: int, budget: str) -> None:
     torch.manual_seed(0)
-    plain, x = Normed(width), torch.randn(2 * width, width, device=device)
-    slow = with_slower_copies(load_machine(machine), {Channel.H2D: 1000.0, Channel.D2H: 1000.0})
-    model = compiled(copy.deepcopy(plain), x, device=device, device_budget=budget, machine=slow)
+    plain, x = Normed(width), torch.randn(2 * width, width)
+    other = copy.deepcopy(plain)
     plain.to(device)
     for _ in range(3):
-        for one in (plain, model):
-            one(x)["loss"].backward()
-    assert_same(plain, model)
-    for name, buffer in plain.named_buffers():
-        assert torch.equal(buffer.cpu(), model.get_buffer(name).cpu()), name
-    assert model.fxoffload.plan.count()["recompute"] > 0
-    model.fxoffload.close()
+        plain(x.to(device))["loss"].backward()
+    plain.cpu()
+    if device == "cuda":
+        torch.cuda.empty_cache()  # the budget is the process's cap
+    slow = with_slower_copies(load_machine(machine), {Channel.H2D: 1000.0, Channel.D2H: 1000.0})
+    model = compiled(other, x, device=device, device_budget=budget, machine=slow)
+    with contextlib.closing(model.fxoffload):
+        for _ in range(3):
+            model(x)["loss"].backward()
+        assert_same(plain, model)
+        assert model.fxoffload.plan.count()["recompute"] > 0
 
 
 @pytest.mark.parametrize("budget", ["250MiB", "150MiB"])
