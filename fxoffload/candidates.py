@@ -13,7 +13,7 @@ from .fill import filled
 from .floor import Needs
 from .graph import copy_graph, name_of
 from .gaps import Gap, Gaps
-from .overlap import Costs, Rates, overlapped, schedule_s, stalls_s, used_bytes
+from .overlap import Costs, Rates, just_in_time, overlapped, schedule_s, stalls_s, used_bytes
 from .plans import Decision, GraphPlan, Prediction, Recompute
 from .problem import Parameter, Problem, apply, outside_bytes, place_parameters
 from .recipes import Recipe
@@ -95,6 +95,10 @@ class Candidate:
     @property
     def schedule(self) -> Schedule:
         return self.recomputation.schedule
+
+    def as_lowered(self) -> Scan:
+        """What it loads and spills, as the lowered graph does: no copy to the device starts before its channel is soon free."""
+        return just_in_time(self.schedule, self.found, self.recomputation.rates_with(self.resident))
 
     def host_short_bytes(self, problem: Problem) -> int:
         """What the host lacks for it: at most, since not everything it swaps need be there at once."""

@@ -66,8 +66,9 @@ def _spans(candidate: Candidate) -> Iterator[tuple[int, int, int]]:
     """From which event until before which one how many bytes are in the arena. A copy to the host may end as soon as it has started."""
     schedule, live, position = candidate.schedule, candidate.schedule.live, candidate.schedule.position
     elsewhere = _elsewhere(schedule)
-    sent = {spill.storage: position[spill.after] for spill in candidate.found.spills}
-    for storage, first, last in candidate.found.stays:
+    found = candidate.as_lowered()
+    sent = {spill.storage: position[spill.after] for spill in found.spills}
+    for storage, first, last in found.stays:
         if storage in elsewhere:
             continue
         if first <= sent.get(storage, -1) <= last:
@@ -75,7 +76,7 @@ def _spans(candidate: Candidate) -> Iterator[tuple[int, int, int]]:
         is_original = not storage.is_input and schedule.events[first].index == live.first[storage]
         if not is_original or last - first > SOON_NODES or not makes_its_results(live.nodes[live.first[storage]]):
             yield first, last + 1, storage.n_bytes
-    for storage, before, start, _ in candidate.found.loads:
+    for storage, before, start, _ in found.loads:
         if storage not in elsewhere:
             yield position[start], position[before], storage.n_bytes
 
