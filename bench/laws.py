@@ -1,9 +1,10 @@
 """What more device memory is predicted to give: a step planned for one budget after the other, and where a law does not hold.
 
-    python bench/laws.py [--rows 8B-lora,80-full] [--machine h200] [--least 5] [--most 80] [--out FILE]
+    python bench/laws.py [--rows 8B-lora,80-full] [--machine h200] [--search quick|thorough] [--bits 4] [--least 5] [--most 80] [--out FILE]
 
-Budgets are the rungs of the search's own ladder, in GiB. `slower`: budgets predicted slower than a smaller one, by which share;
-`higher`: smaller budgets with a higher predicted peak than a larger one, by how many bytes. Steps are those of `bench/plan_time.py`.
+Budgets, in GiB, are the rungs of the quick search's own ladder, numbers of 4 significant bits; of more bits, budgets between them too. `slower`:
+budgets predicted slower than a smaller one, the optimizer's step included, by which share; `higher`: smaller budgets with a higher predicted peak
+than a larger one, by how many bytes. Steps are those of `bench/plan_time.py`.
 A search takes the processor seconds that are told for each budget; what they share is made once.
 """
 
@@ -24,27 +25,31 @@ from plan_time import BATCH, ROWS, captured_step, commit  # noqa: E402
 from fxoffload.errors import PlanError  # noqa: E402
 from fxoffload.ladder import rungs_within  # noqa: E402
 
-_BITS = 4
 # Numbers that rounding alone tells apart.
 _ROUNDING = 1e-12
 
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """What a budget is predicted to give."""
+    """What a budget is predicted to give. `after_s`: of the optimizer's step after `step_s`."""
 
     budget_bytes: int
     step_s: float
+    after_s: float
     peak_bytes: int
     cpu_s: float
 
+    @property
+    def total_s(self) -> float:
+        return self.step_s + self.after_s
 
-def planned(name: str, machine: str, least_bytes: int, most_bytes: int) -> list[Planned]:
+
+def planned(name: str, machine: str, search: str, bits: int, least_bytes: int, most_bytes: int) -> list[Planned]:
     """The step at every rung within the bytes that has a plan, the smallest first."""
     found = []
-    with captured_step(ROWS[name], machine) as session:
+    with captured_step(ROWS[name], machine, search) as session:
         study = session.study
-        for budget in sorted(set(rungs_within(most_bytes, _BITS))):
+        for budget in sorted(set(rungs_within(most_bytes, bits))):
             started_s = time.process_time()
             if budget < least_bytes:
                 continue
@@ -52,8 +57,10 @@ def planned(name: str, machine: str, least_bytes: int, most_bytes: int) -> list[
                 plan = study.plan(replace(study.planning.budgets, device_bytes=budget))
             except PlanError:
                 continue
-            one = Planned(budget, plan.predicted.step_s, plan.predicted.device_peak_bytes, round(time.process_time() - started_s, 1))
-            print(f"{name} {budget / 2**30:6.2f} GiB {one.step_s:.6f} s, peak {one.peak_bytes / 2**30:.2f} GiB, {one.cpu_s} cpu s", flush=True)
+            reasons = plan.longest.reasons
+            assert reasons is not None
+            one = Planned(budget, plan.predicted.step_s, reasons.optimizer_s or 0.0, plan.predicted.device_peak_bytes, round(time.process_time() - started_s, 1))
+            print(f"{name} {budget / 2**30:6.2f} GiB {one.step_s:.6f} + {one.after_s:.6f} s, peak {one.peak_bytes / 2**30:.2f} GiB, {one.cpu_s} cpu s", flush=True)
             found.append(one)
     return found
 
@@ -62,8 +69,8 @@ def slower(found: list[Planned]) -> list[dict[str, float]]:
     """Every budget that is predicted slower than the fastest smaller one."""
     exceptions, fastest = [], found[0]
     for one in found[1:]:
-        if one.step_s > fastest.step_s * (1 + _ROUNDING):
-            share = one.step_s / fastest.step_s - 1
+        if one.total_s > fastest.total_s * (1 + _ROUNDING):
+            share = one.total_s / fastest.total_s - 1
             exceptions.append({"budget_bytes": one.budget_bytes, "than_bytes": fastest.budget_bytes, "share": share})
         else:
             fastest = one
@@ -85,13 +92,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", default="8B-full,8B-lora,8B-4bit,80-full,80-lora")
     parser.add_argument("--machine", default="h200")
+    parser.add_argument("--search", default="quick", choices=("quick", "thorough"))
+    parser.add_argument("--bits", type=int, default=4)
     parser.add_argument("--least", type=float, default=5, help="GiB")
     parser.add_argument("--most", type=float, default=80, help="GiB")
     parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results" / "laws.json")
     chosen = parser.parse_args()
     result = {"command": " ".join(["python bench/laws.py", *sys.argv[1:]]), "commit": commit(), "planned_for": chosen.machine, "batch": BATCH, "rows": []}
     for name in chosen.rows.split(","):
-        found = planned(name, chosen.machine, int(chosen.least * 2**30), int(chosen.most * 2**30))
+        found = planned(name, chosen.machine, chosen.search, chosen.bits, int(chosen.least * 2**30), int(chosen.most * 2**30))
         result["rows"].append({"row": name, "slower": slower(found), "higher": higher(found), "budgets": [asdict(one) for one in found]})
         print(f"{name}: {len(found)} budgets, slower than a smaller one {result['rows'][-1]['slower']}, higher peaks {result['rows'][-1]['higher']}", flush=True)
         chosen.out.write_text(json.dumps(result, indent=1) + "\n")

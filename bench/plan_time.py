@@ -94,14 +94,14 @@ def described(row: Row) -> tuple[Any, Any, Any]:
     return config, lora, packed if row.weights != "bf16" else None
 
 
-def captured_step(row: Row, machine: str) -> Any:
+def captured_step(row: Row, machine: str, search: str = "quick") -> Any:
     """The session that captured the row's step, a context."""
     from fxoffload.api import captured, planning_options
     from fxoffload.dry import model_without_weights
     from fxoffload.machine import load_machine
 
     planned_for, model = load_machine(machine), model_without_weights(*described(row))
-    options = planning_options(model, planned_for, row.budget, None, 0, "adamw", "auto", None, "bitwise", (), None)
+    options = planning_options(model, planned_for, row.budget, None, 0, "adamw", "auto", None, "bitwise", (), None, search=search)
     return captured(model, BATCH, options, planned_for)
 
 

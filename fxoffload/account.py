@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
 import torch.fx as fx
 
@@ -84,6 +85,23 @@ def _is_read(live: Liveness, storage: Storage, in_backward: bool) -> bool:
 
 # The optimizer that keeps so many tensors of a parameter's own shape and dtype, and whose seconds `cost` knows.
 _OF_COUNT = {1: "momentum", 2: "adamw", 3: "rmsprop"}
+
+
+@dataclass(frozen=True)
+class OptimizerStep:
+    """The optimizer's step after backward over trained parameters: (name, elements, dtype)."""
+
+    trained: tuple[tuple[str, int, str], ...]
+    states: States | None
+    machine: Machine
+    known_s: dict[frozenset[str], float | None] = field(default_factory=dict, init=False, compare=False, repr=False)
+
+    def seconds(self, resident: frozenset[str]) -> float | None:
+        """Of the step with those parameters on the device, see `optimizer_step_s`."""
+        if resident not in self.known_s:
+            placed = ((n, dtype, "device" if name in resident else "host") for name, n, dtype in self.trained)
+            self.known_s[resident] = optimizer_step_s(placed, self.states, self.machine)
+        return self.known_s[resident]
 
 
 def optimizer_step_s(trained: Iterable[tuple[int, str, str]], states: States | None, machine: Machine) -> float | None:

@@ -51,6 +51,7 @@ def compile(
     pins: Sequence[Pin] = (),
     executor: str = "eager",
     dynamic: bool = True,
+    search: str = "quick",
     dump_dir: str | Path | None = None,
     cache_dir: str | Path | None = None,
 ) -> nn.Module:
@@ -58,7 +59,8 @@ def compile(
 
     `batch` is one sample (mapping, tuple or tensor); its sizes, or `max_shape` ({"batch": n, "sequence": n}), are the largest the
     plan is made for; smaller batches run on the same capture. `dynamic` False, as in torch.compile: a capture is for one shape, and made
-    in about half the time; each other shape is captured anew, under the same plan where it has room. `device_budget` is bytes, text like
+    in about half the time; each other shape is captured anew, under the same plan where it has room. `search`: "thorough" searches every rung
+    of memory, minutes for a large model, so that more memory is never predicted slower at all (`docs/planning.md`). `device_budget` is bytes, text like
     "24GiB", or "auto" (what is free now, less what libraries keep); `host_budget` None is what the machine has free less a sixteenth of
     its memory. `optimizer` is transformers' name of one, a class, an instance or None: its states are planned. Of a model with a vision
     tower that is given text alone, a step with synthetic images is planned too, with a warning. `model.fxoffload` then has the plan, the
@@ -66,7 +68,7 @@ def compile(
     anything runs; the model is then as it was.
     """
     target = with_index(device)
-    _check_choices(outputs=outputs, numerics=numerics, executor=executor)
+    _check_choices(outputs=outputs, numerics=numerics, executor=executor, search=search)
     if max_shape and not dynamic:
         raise ValueError("max_shape: with dynamic=False every capture is for one shape; give one of the two")
     _check_model(model)
@@ -80,7 +82,7 @@ def compile(
         disk_dir=None if disk_dir is None else _folder(disk_dir),
         pin_memory=pin_memory, outputs=outputs, numerics=numerics, executor=executor, dynamic=dynamic, replan=replan,
         dump_dir=None if dump_dir is None else Path(dump_dir), cache_dir=None if cache_dir is None else Path(cache_dir),
-        max_shape=_shape_maxima(max_shape), pins=_pins(pins), states=optimizer_states(optimizer),
+        max_shape=_shape_maxima(max_shape), pins=_pins(pins), states=optimizer_states(optimizer), search=search,
     )
     start(model, _samples(model, batch, replan), options, chosen, given)
     return model
@@ -101,6 +103,7 @@ def plan(
     max_shape: Mapping[str, int] | None = None,
     numerics: str = "bitwise",
     executor: str = "eager",
+    search: str = "quick",
     pins: Sequence[Pin] = (),
     dump_dir: str | Path | None = None,
     report: str | Path | None = None,
@@ -110,7 +113,7 @@ def plan(
 
     `model_or_config`: a module (left equal in every attribute), a transformers config, a model folder or a bare config.json.
     `batch_or_spec`: a sample batch, a mapping of name to (shape, dtype), or (batch, sequence). `lora` and `quantization` are PEFT's and
-    transformers' own configs; of the latter, bitsandbytes in 4 and 8 bits. `report`: a file for the page with the memory timeline. `explain`
+    transformers' own configs; of the latter, bitsandbytes in 4 and 8 bits. `search` as in `compile`. `report`: a file for the page with the memory timeline. `explain`
     also plans with one more GiB of device and host memory and one more GB/s to the device, for `Plan.explain`, and what does not fit
     with the changes that its PlanError then names (`remedies`): some searches more, a capture more for each smaller batch. Raises
     PlanError when it does not fit and ValueError for a bad argument.
@@ -118,7 +121,7 @@ def plan(
     chosen = load_machine(machine) if machine is not None else load_machine("h200")
     model = model_without_weights(model_or_config, lora, quantization)
     options = planning_options(
-        model, chosen, device_budget, host_budget, disk_budget, optimizer, outputs, max_shape, numerics, pins, dump_dir, executor)
+        model, chosen, device_budget, host_budget, disk_budget, optimizer, outputs, max_shape, numerics, pins, dump_dir, executor, search)
     with captured(model, batch_or_spec, options, chosen) as session:
         try:
             session.lower_captured()
@@ -135,10 +138,10 @@ def plan(
 def planning_options(
     model: Any, machine: Machine, device_budget: int | str, host_budget: int | str | None, disk_budget: int | str, optimizer: Any,
     outputs: str, max_shape: Mapping[str, int] | None, numerics: str, pins: Sequence[Pin], dump_dir: str | Path | None = None,
-    executor: str = "eager",
+    executor: str = "eager", search: str = "quick",
 ) -> Options:
     """The Options of a Session that only plans. Raises ValueError for a bad argument."""
-    _check_choices(outputs=outputs, numerics=numerics, executor=executor)
+    _check_choices(outputs=outputs, numerics=numerics, executor=executor, search=search)
     _check_model(model, planning=True)
     return Options(
         device=torch.device("cpu"),
@@ -147,7 +150,7 @@ def planning_options(
         disk_budget_bytes=parse_bytes(disk_budget, "disk_budget"),
         pin_memory=machine.device_type == "cuda", outputs=outputs, numerics=numerics, executor=executor,
         dump_dir=None if dump_dir is None else Path(dump_dir), max_shape=_shape_maxima(max_shape), pins=_pins(pins),
-        states=optimizer_states(optimizer), planning_only=True,
+        states=optimizer_states(optimizer), search=search, planning_only=True,
     )
 
 
@@ -285,7 +288,8 @@ def _pins(pins: Sequence[Pin]) -> tuple[Pin, ...]:
     return tuple(pins)
 
 
-_CHOICES = {"outputs": ("auto", "all"), "numerics": ("bitwise", "reordered"), "executor": ("eager", "inductor")}
+_CHOICES = {
+    "outputs": ("auto", "all"), "numerics": ("bitwise", "reordered"), "executor": ("eager", "inductor"), "search": ("quick", "thorough")}
 
 
 def _check_choices(**chosen: str) -> None:

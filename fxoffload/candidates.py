@@ -100,6 +100,11 @@ class Candidate:
         """What it loads and spills, as the lowered graph does: no copy to the device starts before its channel is soon free."""
         return just_in_time(self.schedule, self.found, self.recomputation.rates_with(self.resident))
 
+    def lowered_live_bytes(self) -> int:
+        """The live bytes that the lowered graph takes, `outside_bytes` included: copies that start later take theirs later."""
+        used = used_bytes(self.schedule, self.as_lowered())
+        return self.outside_bytes + self.recomputation.ground(self.resident).fixed_bytes + int(used.max(initial=0))
+
     def host_short_bytes(self, problem: Problem) -> int:
         """What the host lacks for it: at most, since not everything it swaps need be there at once."""
         if problem.host_bytes is None:
@@ -377,6 +382,12 @@ def completed(problem: Problem, candidate: Candidate, budget_bytes: int, most_by
     same = found is candidate.found
     step_s = candidate.step_s if same else schedule_s(candidate.schedule, found, candidate.recomputation.rates_with(resident))
     return replace(candidate, resident=resident, single=found, found=found, step_s=step_s, live_bytes=live_bytes, used=None)
+
+
+def taken_bytes(candidate: Candidate) -> int:
+    """The least live bytes of what a candidate may be `completed` to: its own, with its buckets."""
+    assert candidate.used is not None
+    return candidate.outside_bytes + candidate.recomputation.ground(candidate.resident).fixed_bytes + int(candidate.used[1].max(initial=0))
 
 
 def _filled(problem: Problem, candidate: Candidate, found: Scan, used: Bytes, budget_bytes: int,

@@ -23,7 +23,7 @@ from .overlap import Costs
 from .plans import Decision
 from .problem import Problem
 from .reasons import Tried
-from .recipes import MIDDLE, Recipe, beside, decided, in_parts, recipes, recipes_of_small
+from .recipes import MIDDLE, Recipe, beside, decided, every_recipe, in_parts, recipes, recipes_of_small
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ _ROUNDING = 1e-12
 
 
 @dataclass(frozen=True, slots=True)
-class _OfRung:
+class OfRung:
     """Candidates on a rung: all that were `tried`, those that fit, the fastest first, and the first few of these with all the rung has room for."""
 
     tried: list[Candidate]
@@ -90,7 +90,7 @@ class Search:
     tried: list[Tried] = field(default_factory=list)
     made: dict[Recipe, Recomputation] = field(default_factory=dict)
     decisions: dict[Recipe, tuple[Decision, ...]] = field(default_factory=dict)
-    rungs: dict[tuple[Recipe, int, tuple[frozenset[str], ...], bool], _OfRung] = field(default_factory=dict)
+    rungs: dict[tuple[Recipe, int, tuple[frozenset[str], ...], bool], OfRung] = field(default_factory=dict)
     near: frozenset[str] | None = None
     costs: Costs = field(default_factory=dict)
     host_short_bytes: int = 0
@@ -98,11 +98,11 @@ class Search:
 
     def run(self, budget: int | None) -> None:
         """The search under `budget`, unlimited when None."""
-        self.best, self.short, self.tried, self.host_short_bytes, self.near = None, [], [], 0, None
+        self.begin()
         if budget is None:
             self._accept(Recipe("all"), min(swept(self.problem, self._made(Recipe("all")), self.trained, None), key=_seconds))
             return
-        limit, bits = budget if budget <= self._binding_bytes else min(budget, self._ample_bytes), self._effort.bits
+        limit, bits = self.limit(budget), self.bits
         for n_before, rung in enumerate(islice(rungs_within(limit, bits), self._effort.n_rungs + 1)):
             above = rung + step_of(rung, bits)
             self.spared = self._effort.spared * (_BELOW if n_before else 1)
@@ -113,6 +113,15 @@ class Search:
             if not self._climb(rung, min(limit, above), above):
                 self._climb_least(rung, limit)
                 return
+
+    def begin(self) -> None:
+        """Forgets what was found under another budget."""
+        self.best, self.short, self.tried, self.host_short_bytes, self.near = None, [], [], 0, None
+        self.spared = self._effort.spared
+
+    def limit(self, budget: int) -> int:
+        """The budget, or one above which nothing binds where that is less."""
+        return budget if budget <= self._binding_bytes else min(budget, self.ample_bytes)
 
     def _climb(self, rung: int, budget: int, above: int) -> bool:
         """Searches one rung for what to complete under `budget`, within the rung above; False when nothing fits it."""
@@ -150,7 +159,7 @@ class Search:
         lacks = everything.least_of_any(self.problem) - room
         return any(0 < one.found.shortfall_bytes <= lacks for one in tried)
 
-    def _first(self, recipe: Recipe, rung: int) -> _OfRung:
+    def _first(self, recipe: Recipe, rung: int) -> OfRung:
         """What the recipe gives on a rung; all candidates are told."""
         made, of = self._made(recipe), (recipe, rung, () if self.near is None else (self.near,), False)
         if of not in self.rungs:
@@ -159,10 +168,10 @@ class Search:
             # What is packed has filled its memory: what it could be completed with is no measure of it, nor of the others.
             packed = list(packed_first(self.problem, made, rung)) if self._effort.packs else []
             first = self._fitting(tried)[: 1 if small else _COMPLETED] + self._fitting(packed)[:1]
-            self.rungs[of] = _OfRung(tried + packed, self._fitting(tried + packed), self._settled(first, rung))
+            self.rungs[of] = OfRung(tried + packed, self._fitting(tried + packed), self._settled(first, rung))
         return self._tell(recipe, rung, self.rungs[of])
 
-    def _others(self, recipe: Recipe, rung: int, first: list[Candidate]) -> _OfRung:
+    def _others(self, recipe: Recipe, rung: int, first: list[Candidate]) -> OfRung:
         """What refining the fastest of `first` gives, and the others of it."""
         of = recipe, rung, tuple(one.resident for one in first), True
         if of not in self.rungs:
@@ -172,18 +181,18 @@ class Search:
                 starts = _apart(sorted((first[0], *fitting), key=_seconds))
                 tops = [climbed(self.problem, start, rung, self._n_tries) for start in starts]
                 fitting = self._fitting((*(top for top, start in zip(tops, starts, strict=True) if top is not start), *fitting))
-            self.rungs[of] = _OfRung(tried, fitting, self._settled(fitting[:_COMPLETED], rung))
+            self.rungs[of] = OfRung(tried, fitting, self._settled(fitting[:_COMPLETED], rung))
         return self._tell(recipe, rung, self.rungs[of])
 
     def _settled(self, candidates: Sequence[Candidate], rung: int) -> list[Candidate]:
         return [settled(self.problem, one, rung) for one in candidates]
 
-    def _tell(self, recipe: Recipe, rung: int, found: _OfRung) -> _OfRung:
-        self.tried += [_told(self.problem, recipe, one) for one in found.tried]
+    def _tell(self, recipe: Recipe, rung: int, found: OfRung) -> OfRung:
+        self.tried += [told(self.problem, recipe, one) for one in found.tried]
         self.short += [(one, rung) for one in found.tried if one.found.shortfall_bytes]
         return found
 
-    def _complete(self, recipe: Recipe, found: _OfRung, budget: int, above: int) -> None:
+    def _complete(self, recipe: Recipe, found: OfRung, budget: int, above: int) -> None:
         """Accepts candidates of a rung with what else there is room for."""
         for one in found.settled:
             self._accept(recipe, completed(self.problem, one, budget, above))
@@ -221,11 +230,18 @@ class Search:
 
     def _climb_least(self, rung: int, limit: int) -> None:
         """Where nothing fits a rung, the least budget that works is one."""
-        needed = [least_bytes(self.problem, *one) for one in self.short if one[1] == rung]
-        if needed and min(needed) <= limit:
-            bits, least = self._effort.bits, min(needed)
-            above = next(rungs_within(least, bits)) + step_of(least, bits)
+        least = self.least_of(rung)
+        if least is not None and least <= limit:
+            above = self.above(least)
             self._climb(least, min(limit, above), above)
+
+    def least_of(self, rung: int) -> int | None:
+        """The least budget that works for something that does not fit the rung; None where nothing was tried."""
+        return min((least_bytes(self.problem, *one) for one in self.short if one[1] == rung), default=None)
+
+    def above(self, budget: int) -> int:
+        """The first rung above a budget."""
+        return next(rungs_within(budget, self.bits)) + step_of(budget, self.bits)
 
     def _accept(self, recipe: Recipe, candidate: Candidate) -> None:
         """Makes a faster candidate the best one, if the host has room for it."""
@@ -234,7 +250,7 @@ class Search:
             self.host_short_bytes = min(self.host_short_bytes or lacks, lacks)
         elif self.best is None or candidate.step_s < self.best.step_s:
             self.best = candidate
-            self.tried.append(_told(self.problem, recipe, candidate))
+            self.tried.append(told(self.problem, recipe, candidate))
 
     def _all_slower(self, budget: int) -> bool:
         return all(self._slower_s(recipe, budget) is not None for way in self._ways(budget) for recipe in way)
@@ -245,10 +261,18 @@ class Search:
         if self.best is None:
             return None
         limit_s = self.best.step_s * (1 - max(self.spared, _ROUNDING))
-        step_s = self._least_s(recipe, budget)
-        if step_s < limit_s:
-            step_s = least_s(self.problem, self._made(recipe), budget)
+        step_s = self._bound_s(recipe, budget, limit_s)
         return step_s if step_s >= limit_s else None
+
+    def none_faster(self, budget: int, than_s: float) -> bool:
+        """Whether bounds say that nothing any recipe gives under `budget` is faster."""
+        every = every_recipe(self.problem) if self._effort.spared else recipes_of_small(self.problem)
+        return all(self._bound_s(recipe, budget, than_s) >= than_s for recipe in every)
+
+    def _bound_s(self, recipe: Recipe, budget: int, enough_s: float) -> float:
+        """Seconds that nothing the recipe gives under `budget` can beat; its own graph is made only where they are not `enough_s` without."""
+        step_s = self._least_s(recipe, budget)
+        return step_s if step_s >= enough_s else least_s(self.problem, self._made(recipe), budget)
 
     def _least_s(self, recipe: Recipe, budget: int) -> float:
         """A bound of what the recipe can give, by the graph that saves everything: its own need not be made."""
@@ -278,6 +302,11 @@ class Search:
         n_events = len(self._made(Recipe("all")).schedule.events)
         return next(effort for effort in _EFFORTS if n_events <= effort.most_events)
 
+    @property
+    def bits(self) -> int:
+        """The significant bits of a rung."""
+        return self._effort.bits
+
     @functools.cached_property
     def _n_tries(self) -> int:
         """The tries of a climb: more of them where they take less."""
@@ -285,7 +314,7 @@ class Search:
         return max(self._effort.n_tries, _TRIED_EVENTS // n_events)
 
     @functools.cached_property
-    def _ample_bytes(self) -> int:
+    def ample_bytes(self) -> int:
         """A budget above which nothing binds."""
         everything = self._made(Recipe("all"))
         return int(self.problem.footprint.needed_bytes(unlimited_bytes(self.problem, everything, self._all_residents)) * _AMPLE)
@@ -329,7 +358,7 @@ def _seconds(candidate: Candidate) -> float:
     return candidate.step_s
 
 
-def _told(problem: Problem, recipe: Recipe, candidate: Candidate) -> Tried:
+def told(problem: Problem, recipe: Recipe, candidate: Candidate) -> Tried:
     """The candidate as the plan's reasons tell it."""
     resident_bytes = sum(problem.parameters[fqn].n_bytes for fqn in sorted(candidate.resident))
     if candidate.found.shortfall_bytes:

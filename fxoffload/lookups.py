@@ -12,11 +12,11 @@ import torch.fx as fx
 
 from .effects import Tier
 from .errors import PlanError
-from .graph import Bounds, Role, copy_graph, info, tensor_bytes
+from .graph import Bounds, Role, info, tensor_bytes
 from .machine import Machine
 from .planner import Searches, Solution
-from .plans import Decision, Gather, GraphPlan, Prediction, SwapIn
-from .problem import Problem, apply, decide, place_parameters
+from .plans import Decision, Gather, SwapIn
+from .problem import Problem, decide, place_parameters
 
 
 def reads_rows_of_host(node: fx.Node, bounds: Bounds, machine: Machine | None) -> bool:
@@ -39,17 +39,12 @@ def solve_looked_up(problem: Problem, solve: Callable[[Problem], Solution], know
     decisions = decide("plan-lookups", problem.graph, replace(problem.context, machine=problem.machine))
     if not decisions:
         return solve(problem)
-    graphs = known.looked_up if known is not None else {}
-    key = problem.graph, decisions
-    if key not in graphs:
-        applied = replace(problem.context, plan=GraphPlan("", decisions, (), Prediction(0, 0)))
-        graphs[key] = apply(copy_graph(problem.graph), applied, ["look-up"])
-    solution = solve(replace(problem, graph=graphs[key]))
+    solution = solve((known or Searches()).applied(problem, decisions, ["look-up"]))
     solution = replace(solution, decisions=decisions + solution.decisions)
     if any(_is_for_memory(decision, problem) for decision in solution.decisions):
         return solution
     try:
-        return min([solve(problem), solution], key=lambda one: one.estimated_s)
+        return min([solve(problem), solution], key=lambda one: one.total_s)
     except PlanError:
         return solution
 

@@ -15,7 +15,7 @@ from .candidates import Candidate, bare
 from .errors import HostShort, PlanError, VerifyError
 from .graph import copy_graph, name_of
 from .heap import heap_at_rest, keep
-from .ladder import Search, least_bytes, rungs_within
+from .ladder import Search, least_bytes, rungs_within, step_of
 from .least_map import least_taken_bytes
 from .liveness import liveness, with_releases
 from .lowered import placing
@@ -27,6 +27,7 @@ from .reasons import Tried
 from .simulate import Simulation, simulate
 from .sizes import format_bytes
 from .swaps import decisions_of
+from .thorough import ThoroughSearch
 
 __all__ = ["TRAINED_SHARE", "USER_SCALAR_BYTES", "Parameter", "Problem", "Searches", "Solution", "outside_bytes", "place_parameters", "solve"]
 
@@ -35,7 +36,8 @@ __all__ = ["TRAINED_SHARE", "USER_SCALAR_BYTES", "Parameter", "Problem", "Search
 class Solution:
     """The chosen residency and decisions, the lowered graph they give, and what the simulator says of it.
 
-    `estimated_s`: the seconds it was chosen for, before it was lowered; `tried`: every candidate of the search. `replays`: it is to be recorded.
+    `estimated_s`: the seconds it was estimated at before it was lowered; `after_s`: those of the optimizer's step behind it. `tried`: every
+    candidate of the search. `replays`: it is to be recorded.
     """
 
     resident: frozenset[str]
@@ -45,6 +47,12 @@ class Solution:
     estimated_s: float
     tried: tuple[Tried, ...] = ()
     replays: bool = False
+    after_s: float = 0.0
+
+    @property
+    def total_s(self) -> float:
+        """What it was chosen for."""
+        return self.estimated_s + self.after_s
 
 
 # How much lies idle between values at offsets is known only of a whole plan. The live budgets that are tried are numbers of so many
@@ -52,23 +60,34 @@ class Solution:
 _OFFSET_BITS = 6
 
 
+AnySearch = Search | ThoroughSearch
+
+
 @dataclass(slots=True)
 class Searches:
     """The Searches so far: problems that differ in nothing but the budget share them, and no rung is searched twice.
 
-    `looked_up`: graphs with their lookups, by the graph without.
+    `graphs`: those that the search is of, by the graph before its lookups and chunks, and these.
     """
 
-    found: list[Search] = field(default_factory=list)
-    looked_up: dict[tuple[fx.Graph, tuple[Decision, ...]], fx.Graph] = field(default_factory=dict)
+    found: list[AnySearch] = field(default_factory=list)
+    graphs: dict[tuple[fx.Graph, tuple[Decision, ...]], fx.Graph] = field(default_factory=dict)
 
-    def of(self, problem: Problem, trained: frozenset[str]) -> Search:
+    def applied(self, problem: Problem, decisions: tuple[Decision, ...], rewrites: Sequence[str]) -> Problem:
+        """The problem with the decisions applied by those rewrites, once."""
+        key = problem.graph, decisions
+        if key not in self.graphs:
+            context = replace(problem.context, plan=bare(decisions))
+            self.graphs[key] = apply(copy_graph(problem.graph), context, rewrites)
+        return replace(problem, graph=self.graphs[key])
+
+    def of(self, problem: Problem, trained: frozenset[str]) -> AnySearch:
         """The Search of the problem with those trained parameters on the device."""
         problem = replace(problem, context=replace(problem.context, device_budget_bytes=None))
         for search in self.found:
             if search.trained == trained and search.problem == problem:
                 return search
-        self.found.append(Search(problem, trained))
+        self.found.append(ThoroughSearch(problem, trained) if problem.thorough else Search(problem, trained))
         return self.found[-1]
 
 
@@ -97,23 +116,43 @@ def attempts(problem: Problem, known: Searches | None = None) -> Iterator[Chosen
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """The fastest candidate under a live budget, and all that were tried: a Solution to be, if its values keep to the budget at their offsets."""
+    """The fastest candidate under a live budget, and all that were tried: a Solution to be, if its values keep to the budget at their offsets.
+
+    `after_s`: of the optimizer's step.
+    """
 
     candidate: Candidate
     budget: int | None
     tried: tuple[Tried, ...]
+    after_s: float
+
+    @property
+    def total_s(self) -> float:
+        """What it is chosen for."""
+        return self.candidate.step_s + self.after_s
 
     @staticmethod
-    def of(problem: Problem, searches: Sequence[Search], budget: int | None) -> Chosen:
+    def of(problem: Problem, searches: Sequence[AnySearch], budget: int | None) -> Chosen:
         """What the searches find. Raises PlanError when they find nothing."""
         nearest: list[tuple[Candidate, int]] = []
+        found: Chosen | None = None
         for search in searches:
-            search.run(budget)
+            after_s = problem.after_s(search.trained)
+            if isinstance(search, ThoroughSearch):
+                search.run(budget, None if found is None else found.total_s - after_s)
+            else:
+                search.run(budget)
             if search.best is not None:
-                return Chosen(search.best, budget, tuple(search.tried))
-            nearest = search.short
-            if search.host_short_bytes:
-                raise HostShort(f"no plan tried keeps to {problem.host_bytes} bytes of host memory", search.host_short_bytes)
+                one = Chosen(search.best, budget, tuple(search.tried), after_s)
+                found = one if found is None or one.total_s < found.total_s else found
+                if not problem.thorough:
+                    break  # few enough to reside
+            elif found is None:
+                nearest = search.short
+                if search.host_short_bytes:
+                    raise HostShort(f"no plan tried keeps to {problem.host_bytes} bytes of host memory", search.host_short_bytes)
+        if found is not None:
+            return found
         raise _refusal(problem, *min(nearest, key=lambda one: least_bytes(problem, *one)))
 
     def completed(self, problem: Problem) -> Solution | None:
@@ -124,38 +163,63 @@ class Chosen:
 
     def lowered(self, problem: Problem) -> Solution:
         """The candidate lowered: its live bytes keep to the live budget; what its values take at offsets may be more than the device's."""
-        return replace(_complete(problem, self.candidate, self.budget), tried=self.tried)
+        return replace(_complete(problem, self.candidate, self.budget), tried=self.tried, after_s=self.after_s)
 
 
-def _placed_within(problem: Problem, searches: Sequence[Search], budget: int) -> Iterator[Chosen]:
+def _placed_within(problem: Problem, searches: Sequence[AnySearch], budget: int) -> Iterator[Chosen]:
     """The candidates of live budgets, the largest first, whose values may keep to `budget` at their offsets.
 
     Live budgets are rungs that no budget changes, and the least one that works: so a larger budget has the plans of a smaller one to
     choose from, and of two plans the one that takes less is taken only where the other does not fit.
     """
-    rungs = rungs_within(budget, _OFFSET_BITS)
-    over, least = None, None
-    while True:
-        live_budget = next(rungs) if least is None else least
-        try:
-            chosen = Chosen.of(problem, searches, live_budget)
-        except PlanError as refusal:
-            needed = budget + (refusal.shortfall_bytes or 0)
-            if least is None and needed <= budget:
-                least = needed
-                continue
-            if over is None:
-                raise
-            break
+    over = None
+    for chosen in _of_live_budgets(problem, searches, budget):
         over = chosen
         if least_taken_bytes(problem, chosen.candidate) <= budget:
             yield chosen
-        if least is not None:
-            break
+    assert over is not None
     over_bytes = over.lowered(problem).simulation.device_peak_bytes - budget
     raise PlanError(
         f"device_budget of {budget} bytes ({format_bytes(budget)}) is {over_bytes} bytes short: the values of the best plan found "
         "leave gaps between them. The missing bytes would help.", over_bytes)
+
+
+def _of_live_budgets(problem: Problem, searches: Sequence[AnySearch], budget: int) -> Iterator[Chosen]:
+    """What is chosen under the rungs within the budget, the largest first, then under the least one that works. Raises PlanError where nothing is."""
+    found, refusal = False, None
+    for live_budget in rungs_within(budget, _OFFSET_BITS):
+        try:
+            chosen = Chosen.of(problem, searches, live_budget)
+        except PlanError as error:
+            refusal = error
+            break
+        if problem.thorough and not found:
+            yield from _of_larger(problem, searches, budget, live_budget)
+        found = True
+        yield chosen
+    if refusal is not None and (refusal.shortfall_bytes or 0) <= 0:  # against the budget: something within it works
+        try:
+            least = Chosen.of(problem, searches, budget + (refusal.shortfall_bytes or 0))
+        except PlanError as error:
+            refusal = error
+        else:
+            found = True
+            yield least
+    if not found:
+        assert refusal is not None
+        raise refusal
+
+
+def _of_larger(problem: Problem, searches: Sequence[AnySearch], budget: int, rung: int) -> Iterator[Chosen]:
+    """What is chosen under rungs above the largest one within the budget, the largest first, and takes no more than the budget even so: under
+    a larger budget it may be the plan, and then it is to be this one's."""
+    most, found = max(search.ample_bytes for search in searches), list[Chosen]()
+    while (rung := rung + step_of(rung, _OFFSET_BITS)) <= most:
+        chosen = Chosen.of(problem, searches, rung)
+        if problem.footprint.needed_bytes(0) + chosen.candidate.lowered_live_bytes() > budget:
+            break
+        found.append(chosen)
+    yield from reversed(found)
 
 
 # A trained parameter that resides keeps its gradient on the device when the caller accumulates, and has none there when he does not:

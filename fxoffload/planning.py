@@ -20,7 +20,7 @@ import torch.fx as fx
 from torch import nn
 
 from . import text
-from .account import optimizer_step_s, reasons_of
+from .account import OptimizerStep, reasons_of
 from .attention_calls import bind, kernels_in, unbind
 from .captured_step import CapturedStep, pinned_values, value_names
 from .dispatch import Dispatch
@@ -78,6 +78,7 @@ class Planning:
     `states`: what the optimizer keeps, None where none steps: then no trained parameter resides on the device. `disk_file_bytes`: what
     the disk file must hold for every graph so far. `neighbours`: parameters that lie side by side on the host, in that order, as the first
     graph's buckets say; None until there is one. `searches`: what one graph's plans under several budgets share, where there are several.
+    `form`: Defer and Chunk decisions that a plan is to have; None where the search chooses. `thorough`: see Problem.
     """
 
     model: nn.Module
@@ -98,6 +99,7 @@ class Planning:
     neighbours: tuple[str, ...] | None = None
     searches: Searches | None = None
     form: tuple[Decision, ...] | None = None
+    thorough: bool = False
     _host_limit: int | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
@@ -295,7 +297,7 @@ class Planning:
         solution = self._solved(graph, pinned_values(self.pins, graph, context))
         label = self._label(graph)
         reasons = reasons_of(
-            solution.lowered, solution.simulation, solution.tried, context.bounds, self.machine, self._optimizer_s(solution.resident))
+            solution.lowered, solution.simulation, solution.tried, context.bounds, self.machine, self._optimizer.seconds(solution.resident))
         assert isinstance(context.workspace, Workspace)
         graph_plan = GraphPlan(
             label, solution.decisions, saved_of(solution.lowered), self._prediction(solution), reasons,
@@ -327,7 +329,7 @@ class Planning:
         return Problem(
             graph, context, parameters, self.machine, buffers + USER_SCALAR_BYTES + footprint.overhead_bytes,
             self.resident if self.may_reside else frozenset(), on_device, frozenset(pinned) - on_device, self.states is not None,
-            footprint, workspace, host_bytes=self._host_limit,
+            footprint, workspace, host_bytes=self._host_limit, optimizer=self._optimizer, thorough=self.thorough,
         )
 
     def _between_steps_bytes(self) -> int:
@@ -385,7 +387,7 @@ class Planning:
             return within
         solution = self._with_disk(graph, context, solution)
         short = self._host_short(solution)
-        if short <= 0 and (lacks > 0 or solution.estimated_s < within.estimated_s):
+        if short <= 0 and (lacks > 0 or solution.total_s < within.total_s):
             return solution
         if lacks > 0 and short <= lacks:
             self._check_host(solution)
@@ -446,14 +448,22 @@ class Planning:
         more = replayed.footprint.needed_bytes(0) - called.footprint.needed_bytes(0)
         if obstacle(solution.lowered) is not None:
             return self._solution(called)
-        if more * _NOTICEABLE < self.budgets.device_bytes and is_readable(replayed, solution):
+        noticed = more * _NOTICEABLE
+        if noticed < self.budgets.device_bytes and is_readable(replayed, solution):
+            if not self.thorough:
+                return solution
+            # What a smaller budget may run is called: it is this one's plan too where nothing is faster.
+            called = replace(called, context=replace(called.context, device_budget_bytes=noticed))
+        try:
+            return min([solution, self._solution(called)], key=lambda one: (not is_readable(called, one), one.simulation.step_s + one.after_s))
+        except PlanError:
             return solution
-        return min([solution, self._solution(called)], key=lambda one: (not is_readable(called, one), one.simulation.step_s))
 
     def _solution(self, problem: Problem) -> Solution:
         if self.numerics == "reordered":
-            solve_all = solve_reordered if self.form is None else functools.partial(solve_in_form, form=self.form)
-            return solve_looked_up(problem, solve_all)
+            if self.form is not None:
+                return solve_looked_up(problem, functools.partial(solve_in_form, form=self.form))
+            return solve_looked_up(problem, functools.partial(solve_reordered, known=self.searches), self.searches)
         return solve_looked_up(problem, functools.partial(solve, known=self.searches), self.searches)
 
     def _recorded(self, problem: Problem) -> Problem:
@@ -559,11 +569,10 @@ class Planning:
                 f"kept take {format_bytes(kept[False])} beside the new ones. The missing bytes, or zero_grad() before each backward, would "
                 "help.", short)
 
-    def _optimizer_s(self, resident: frozenset[str]) -> float | None:
-        """Seconds of the optimizer's step, where each trained parameter lies."""
+    @functools.cached_property
+    def _optimizer(self) -> OptimizerStep:
         trained = ((n, p) for n, p in named_weights(self.model) if p.requires_grad)
-        return optimizer_step_s(
-            ((p.numel(), dtype_word(p.dtype), "device" if n in resident else "host") for n, p in trained), self.states, self.machine)
+        return OptimizerStep(tuple((n, p.numel(), dtype_word(p.dtype)) for n, p in trained), self.states, self.machine)
 
     def _residency(self) -> tuple[Reside, ...]:
         resident = self.resident or frozenset()

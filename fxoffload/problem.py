@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch.fx as fx
 
+from .account import OptimizerStep
 from .buckets import GROUP_BYTES
 from .effects import Tier
 from .footprint import Footprint
@@ -46,6 +47,8 @@ class Problem:
     `resident`: None lets the planner choose which frozen parameters reside on the device; else it is fixed. `workspace`: bytes an op needs
     for itself, where the context has none because they are scratch. `bucket_bytes`: parameters below come in buckets; 0 for none.
     `host_bytes`: what parameters off the device, their optimizer states and swapped values may take of host memory; None without a limit.
+    `optimizer`: what steps after backward; None where nothing does, or nobody knows. `thorough`: both laws are to hold exactly, however
+    long the search takes (`thorough.py`).
     """
 
     graph: fx.Graph
@@ -61,6 +64,13 @@ class Problem:
     workspace: Callable[[fx.Node], int] = no_workspace
     bucket_bytes: int = GROUP_BYTES
     host_bytes: int | None = None
+    optimizer: OptimizerStep | None = None
+    thorough: bool = False
+
+    def after_s(self, trained: frozenset[str]) -> float:
+        """Seconds of the optimizer's step with those trained parameters on the device; 0 where they are unknown."""
+        seconds = self.optimizer.seconds(trained) if self.optimizer is not None else None
+        return seconds or 0.0
 
     @functools.cached_property
     def free_names(self) -> frozenset[str]:

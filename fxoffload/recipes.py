@@ -60,6 +60,13 @@ def beside(recipe: Recipe, ordered: Sequence[Recipe]) -> list[Recipe]:
     return [replace(recipe, blocks=recipe.blocks + more) for more in (eighth, -eighth) if eighth]
 
 
+def every_recipe(problem: Problem) -> list[Recipe]:
+    """Those that a large step may be searched with at all."""
+    ordered = recipes(problem)
+    parts = in_parts(ordered)
+    return [*ordered, *parts, *(other for one in parts for other in beside(one, ordered))]
+
+
 def recipes_of_small(problem: Problem) -> list[Recipe]:
     """Those that small steps are searched with, in the same order: prices below the middle one changed the seconds of 3 of 20 (those of
     bench/plan_quality.py), by 0.4 % at most, and take time."""

@@ -14,14 +14,14 @@ import torch.fx as fx
 from .cost import node_s
 from .effects import Channel
 from .errors import PlanError
-from .graph import copy_graph, name_of
+from .graph import name_of
 from .heads import Head, find_heads
 from .heap import heap_at_rest
 from .losses import Whole, find_losses
 from .memory_map import MemoryMap, reading_bytes
-from .planner import Chosen, Problem, Solution, attempts
-from .problem import apply, decide
-from .plans import Chunk, Decision, Defer, GraphPlan, Prediction
+from .planner import Chosen, Problem, Searches, Solution, attempts
+from .problem import decide
+from .plans import Chunk, Decision, Defer
 from .readings import find_readings
 from .reasons import Tried
 
@@ -35,16 +35,16 @@ _READING_SHARE = 1 / 8
 _SMALLER = 4
 
 
-def solve_reordered(problem: Problem) -> Solution:
-    """The fastest Solution, with logits whole, in chunks or left to be made when they are read. Raises PlanError with the smallest
-    shortfall when none fits."""
-    limit = _limit_bytes(problem)
-    tries = list(_variants(problem, limit))
+def solve_reordered(problem: Problem, known: Searches | None = None) -> Solution:
+    """The fastest Solution, with logits whole, in chunks or left to be made when they are read, the same one whatever is `known`. Raises
+    PlanError with the smallest shortfall when none fits."""
+    limit, known = _limit_bytes(problem), known if known is not None else Searches()
+    tries = list(_variants(problem, limit, known))
     with heap_at_rest():
-        found, refused = _best(tries)
+        found, refused = _best(tries, known)
         if found is None:
-            smaller = [v for v in _variants(problem, max(1, limit // _SMALLER)) if v.decisions not in [t.decisions for t in tries]]
-            found, refused_too = _best(smaller)
+            smaller = [v for v in _variants(problem, max(1, limit // _SMALLER), known) if v.decisions not in [t.decisions for t in tries]]
+            found, refused_too = _best(smaller, known)
             refused += refused_too
     if found is None:
         raise min(refused, key=lambda error: error.shortfall_bytes or 0)
@@ -54,11 +54,11 @@ def solve_reordered(problem: Problem) -> Solution:
 def solve_in_form(problem: Problem, form: tuple[Decision, ...]) -> Solution:
     """The Solution with these Defer and Chunk decisions and no others: every result is rounded as by another plan with them. Raises PlanError
     when none fits."""
-    variant = _Variant((), problem)
+    variant, known = _Variant((), problem), Searches()
     for kinds, rewrites in ((Defer, ("defer-outputs",)), (Chunk, ("chunk-loss", "chunk-rows"))):
-        variant = next(_applied(variant, tuple(d for d in form if isinstance(d, kinds)), *rewrites), variant)
+        variant = next(_applied(variant, tuple(d for d in form if isinstance(d, kinds)), known, *rewrites), variant)
     with heap_at_rest():
-        found, refused = _best([variant])
+        found, refused = _best([variant], known)
     if found is None:
         raise refused[0]
     return found
@@ -130,8 +130,8 @@ class _Attempt:
 
     @property
     def seconds(self) -> float:
-        """Of the graph, and of reading once what it leaves out."""
-        return self.chosen.candidate.step_s + self.variant.reading_s(self.chosen.candidate.resident)
+        """Of the graph and the optimizer's step, and of reading once what it leaves out."""
+        return self.chosen.total_s + self.variant.reading_s(self.chosen.candidate.resident)
 
 
 def _limit_bytes(problem: Problem) -> int:
@@ -140,35 +140,32 @@ def _limit_bytes(problem: Problem) -> int:
     return _CHUNK_BYTES if budget is None else max(1, min(_CHUNK_BYTES, int(budget * share)))
 
 
-def _variants(problem: Problem, limit_bytes: int) -> Iterator[_Variant]:
+def _variants(problem: Problem, limit_bytes: int, known: Searches) -> Iterator[_Variant]:
     """The Problem as it is, and without the outputs beyond the limit that rows can make; and each with what is beyond it in chunks."""
     deferrals = _decided("plan-deferrals", problem, limit_bytes)
     names = [d.value for d in deferrals if isinstance(d, Defer)]
     whole = _Variant((), problem, tuple(h for h in find_heads(problem.graph) if name_of(h.output) in names))
-    for variant in (whole, *_applied(whole, deferrals, "defer-outputs")):
+    for variant in (whole, *_applied(whole, deferrals, known, "defer-outputs")):
         yield variant
-        yield from _applied(variant, _decided("plan-chunks", variant.problem, limit_bytes), "chunk-loss", "chunk-rows")
+        yield from _applied(variant, _decided("plan-chunks", variant.problem, limit_bytes), known, "chunk-loss", "chunk-rows")
 
 
 def _decided(planner: str, problem: Problem, limit_bytes: int) -> tuple[Decision, ...]:
     return decide(planner, problem.graph, replace(problem.context, options={"limit_bytes": limit_bytes}))
 
 
-def _applied(variant: _Variant, decisions: tuple[Decision, ...], *rewrites: str) -> Iterator[_Variant]:
+def _applied(variant: _Variant, decisions: tuple[Decision, ...], known: Searches, *rewrites: str) -> Iterator[_Variant]:
     """The variant after these decisions too; nothing when there are none."""
     if decisions:
-        problem = variant.problem
-        applied = replace(problem.context, plan=GraphPlan("", decisions, (), Prediction(0, 0)))
-        graph = apply(copy_graph(problem.graph), applied, rewrites)
-        yield _Variant(variant.decisions + decisions, replace(problem, graph=graph), variant.heads)
+        yield _Variant(variant.decisions + decisions, known.applied(variant.problem, decisions, rewrites), variant.heads)
 
 
-def _best(variants: list[_Variant]) -> tuple[Solution | None, list[PlanError]]:
+def _best(variants: list[_Variant], known: Searches) -> tuple[Solution | None, list[PlanError]]:
     """The Solution of the fastest of the variants that can be read, of all where none can, and the refusals of the others. None is lowered but what
     is the fastest by its estimate."""
     attempted, refused, unreadable = list[_Attempt](), list[PlanError](), list[Solution]()
     for variant in variants:
-        others = attempts(variant.problem)
+        others = attempts(variant.problem, known)
         try:
             attempted.append(_Attempt(variant, next(others), others))
         except PlanError as error:

@@ -85,6 +85,7 @@ class Options:
     max_shape: Mapping[str, int] = field(default_factory=dict)
     pins: tuple[Pin, ...] = ()
     states: States | None = None
+    search: str = "quick"
     planning_only: bool = False
 
     @property
@@ -126,7 +127,7 @@ class Session:
             Budgets(options.device_budget_bytes, options.host_budget_bytes, options.disk_budget_bytes, options.pinned,
                     options.host_budget_named),
             machine, plan, options.pins, options.numerics, options.replan, moves_in_place(options.device), options.states,
-            options.dump_dir)
+            options.dump_dir, thorough=options.search == "thorough")
         self.memory = (
             HostMemory() if options.planning_only else HostMemory(options.pinned, options.disk_dir, options.disk_budget_bytes))
         self.engine = engine_for(options.device, self.memory)

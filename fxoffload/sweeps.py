@@ -54,6 +54,7 @@ def sweep(
     outputs: str = "auto",
     numerics: str = "bitwise",
     executor: str = "eager",
+    search: str = "quick",
     pins: Sequence[Pin] = (),
     on_row: Callable[[Row, int], None] | None = None,
 ) -> list[Row]:
@@ -69,7 +70,7 @@ def sweep(
     if not points or not shapes:
         raise ValueError("sweep: needs at least one batch, sequence, machine and device_budget")
     model = model_without_weights(model_or_config, lora, quantization)
-    options = planning_options(model, machines[0], points[0][1], host_budget, disk_budget, optimizer, outputs, None, numerics, pins, executor=executor)
+    options = planning_options(model, machines[0], points[0][1], host_budget, disk_budget, optimizer, outputs, None, numerics, pins, executor=executor, search=search)
     rows: list[Row] = []
     for shape in shapes:
         with captured(model, shape, options, machines[0]) as session:

@@ -46,6 +46,7 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
     ("outputs", {"outputs": "some"}),
     ("numerics", {"numerics": "sloppy"}),
     ("executor", {"executor": "interpreter"}),
+    ("search", {"search": "exhaustive"}),
     ("optimizer", {"optimizer": "adamwww"}),
     ("machine", {"machine": "no-such-machine"}),
     ("plan", {"plan": "/no/such/plan.json"}),

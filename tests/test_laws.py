@@ -153,6 +153,35 @@ def test_the_laws_hold_where_values_lie_at_offsets_too() -> None:
         assert a.device_peak_bytes <= b.device_peak_bytes <= larger, (smaller, larger)
 
 
+@pytest.mark.integration
+@pytest.mark.parametrize("kind", ("at offsets", "lora", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("llama", "serial llama", "gpt2"))))
+def test_a_thorough_search_keeps_both_laws_exactly_of_steps_searched_as_the_largest_are(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ladder, "_EFFORTS", ladder._EFFORTS[-1:])
+    one, known = replace(placed_problem() if kind == "at offsets" else problem(kind), thorough=True), Searches()
+
+    def planned(budget: int | None, known: Searches = known) -> Solution:
+        return solve(replace(one, context=replace(one.context, device_budget_bytes=budget)), known)
+
+    with pytest.raises(PlanError) as refused:
+        planned(1)
+    least, most = 1 + (refused.value.shortfall_bytes or 0), planned(None).simulation.device_peak_bytes
+    dice = random.Random(SEED)
+    found = []
+    for budget in sorted((least, int(most * 1.5), *(int(least * (most / least) ** dice.random()) for _ in range(8)))):
+        try:
+            found.append((budget, planned(budget)))
+        except PlanError as error:
+            assert kind == "at offsets" and not found and (error.shortfall_bytes or 0) > 0, "what fits a budget fits a larger one"
+            continue
+        if len(found) == 4:
+            alone = planned(budget, Searches())
+            assert (alone.decisions, alone.resident, alone.tried) == (found[-1][1].decisions, found[-1][1].resident, found[-1][1].tried)
+    for (smaller, a), (larger, b) in zip(found, found[1:]):
+        assert b.simulation.step_s <= a.simulation.step_s * (1 + 1e-12), (smaller, larger)
+        assert a.simulation.device_peak_bytes <= b.simulation.device_peak_bytes <= larger, (smaller, larger)
+    assert found[-1][1].simulation.step_s < found[0][1].simulation.step_s, "a law about plans that are all the same says nothing"
+
+
 def placed_problem(hidden: int = 512, layers: int = 3, batch: tuple[int, int] = (4, 512), slower: float = 1.0) -> Problem:
     """A step whose values are large beside what a GPU's allocator needs for itself. `slower`: so many times the seconds of a copy to the device."""
     config = transformers.LlamaConfig(
@@ -181,7 +210,7 @@ def test_a_candidate_takes_no_less_at_its_offsets_than_is_told_before_it_is_lowe
     one, told = placed_problem(), []
     search = Search(one, frozenset())
     for eighths in range(8, 1, -1):
-        search.run(search._ample_bytes * eighths // 8)
+        search.run(search.ample_bytes * eighths // 8)
         if search.best is not None:
             told.append(is_told(one, search.best))
     assert len(told) > 3 and max(told) <= 1
@@ -193,7 +222,7 @@ def test_a_candidate_whose_copies_wait_in_the_end_takes_no_less_than_is_told() -
     one, told = placed_problem(1024, 6, (4, 2048), 5.0), []
     search = Search(one, frozenset())
     for sixteenths in (16, 6, 5):
-        search.run(search._ample_bytes * sixteenths // 16)
+        search.run(search.ample_bytes * sixteenths // 16)
         assert search.best is not None and search.best.as_lowered() != search.best.found
         told.append(is_told(one, search.best))
     assert max(told) <= 1
@@ -234,7 +263,7 @@ def test_a_plan_is_the_same_whatever_budgets_were_searched_before(kind: str, lar
 @pytest.mark.parametrize("kind", (*KINDS, "at offsets"))
 def test_what_is_said_to_bind_without_a_scan_is_no_more_than_a_scan_says(kind: str) -> None:
     search = Search(placed_problem() if kind == "at offsets" else problem(kind), frozenset())
-    assert search._ample_bytes / 2 < search._binding_bytes <= search._ample_bytes
+    assert search.ample_bytes / 2 < search._binding_bytes <= search.ample_bytes
 
 
 @pytest.mark.integration

@@ -41,6 +41,13 @@ class Executor(str, Enum):
     inductor = "inductor"
 
 
+class Effort(str, Enum):
+    """Of `--search`."""
+
+    quick = "quick"
+    thorough = "thorough"
+
+
 class Dtype(str, Enum):
     """The dtype of the weights."""
 
@@ -65,6 +72,8 @@ def run(
         help="bitwise: plain PyTorch's bits. reordered: fp32 sums may be added in another order (logits in chunks).")] = Numerics.bitwise,
     executor: Annotated[Executor, typer.Option(
         help="eager: PyTorch's kernels. inductor: elementwise ops fused, one kernel each; needs --numerics reordered.")] = Executor.eager,
+    search: Annotated[Effort, typer.Option(
+        help="thorough: every rung of memory is searched, minutes for a large model; more memory is then never slower at all.")] = Effort.quick,
     save: Annotated[Optional[Path], typer.Option(help="Write the plan, to replay with fxoffload.compile(plan=...).")] = None,
     json: Annotated[Optional[Path], typer.Option(help="Write the numbers as JSON.")] = None,
     html: Annotated[Optional[Path], typer.Option(help="Write the memory timeline, or the sweep, as a page.")] = None,
@@ -81,11 +90,11 @@ def run(
     if sweep:
         if save is not None or explain:
             raise ValueError("--sweep: makes many plans; --save and --explain are for one")
-        return run_sweep(_model_config(model, dtype), axes, _plan_options(host_budget, lora, load_in, optimizer, dtype, numerics, executor), json, html)
+        return run_sweep(_model_config(model, dtype), axes, _plan_options(host_budget, lora, load_in, optimizer, dtype, numerics, executor, search), json, html)
     several = [f"--{name.replace('_', '-').replace('sequence', 'seq')}" for name, values in axes.items() if len(values) > 1]
     if several:
         raise ValueError(f"{several[0]}: several values need --sweep")
-    options = _plan_options(host_budget, lora, load_in, optimizer, dtype, numerics, executor) | {
+    options = _plan_options(host_budget, lora, load_in, optimizer, dtype, numerics, executor, search) | {
         "device_budget": parse_budget(device_budget, "--device-budget"), "machine": machine, "report": html, "explain": explain}
     return _run_one(_model_config(model, dtype), (batch[0], seq[0]), options, save, json)
 
@@ -127,7 +136,7 @@ def _call_plan(config: transformers.PretrainedConfig, shape: tuple[int, int], op
 
 def _plan_options(
     host_budget: str | None, lora: str | None, load_in: LoadIn | None, optimizer: str, dtype: Dtype, numerics: Numerics,
-    executor: Executor,
+    executor: Executor, search: Effort,
 ) -> dict[str, Any]:
     from fxoffload.training.config import QuantizationOptions
     from fxoffload.training.model import lora_config, quantization_config
@@ -136,6 +145,7 @@ def _plan_options(
         "optimizer": optimizer,
         "numerics": numerics.value,
         "executor": executor.value,
+        "search": search.value,
         "host_budget": None if host_budget is None else parse_bytes(host_budget, "--host-budget"),
         "lora": None if lora is None else lora_config(parse_lora(lora)),
         "quantization": None if load_in is None else quantization_config(QuantizationOptions(load_in.value), dtype.value),

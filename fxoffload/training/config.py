@@ -164,6 +164,7 @@ class TrainConfig:
     machine: str | None = None
     numerics: Literal["bitwise", "reordered"] = "bitwise"
     executor: Literal["eager", "inductor"] = "eager"
+    search: Literal["quick", "thorough"] = "quick"
     dump_dir: Path | None = None
     cache_dir: Path | None = None  # the compile cache: a later start of the same run is not traced and planned again
     seed: int = 0

@@ -140,7 +140,7 @@ def _compile(
         return compile_fn(
             model, batches.largest_batch(), device=str(device), device_budget=config.device_budget,
             host_budget=config.host_budget, disk_budget=config.disk_budget, disk_dir=config.disk_dir, optimizer=optimizer,
-            numerics=config.numerics, executor=config.executor, machine=config.machine, dump_dir=config.dump_dir,
+            numerics=config.numerics, executor=config.executor, search=config.search, machine=config.machine, dump_dir=config.dump_dir,
             cache_dir=config.cache_dir,
         )
 
