@@ -8,7 +8,7 @@
 
 A row is a model, what of it is trained, a batch and a budget. `measure` prints the hashes of the plan and of the machine file before it
 loads a model, compiles with `plan=` and `replan=False`, and runs under a hard cap of the budget: six steps to warm up, the first five with
-the optimizer's, then the median of seven of forward and backward. With --lock several processes may share a card: they compile beside
+the optimizer's (`optimizer_s`: the median of theirs alone), then the median of seven of forward and backward. With --lock several processes may share a card: they compile beside
 each other, and when none does any more they measure one after the other. Weights are random in real shapes; the machine file was measured
 on none of these models.
 """
@@ -37,10 +37,12 @@ PLANS = ROOT / "bench" / "plans" / "prediction"
 WARM, TIMED = 6, 7
 # Seconds for the rates of each direction of the link.
 _LINK_S = 2.0
-# Llama 3.2's shapes of 1B and 3B.
+# Llama 3.2's shapes of 1B and 3B, Llama 3.1's of 8B.
 WIDTHS = {
     "1B": {"hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32, "head_dim": 64},
     "3B": {"hidden_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 24, "head_dim": 128},
+    "8B": {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "head_dim": 128, "intermediate_size": 14336,
+           "tie_word_embeddings": False},
 }
 # Of each the smallest is near what the step needs at least, the largest near what keeps everything.
 BUDGETS = {
@@ -56,7 +58,7 @@ BUDGETS = {
 @dataclass(frozen=True, slots=True)
 class Row:
     """A model, what is trained of it, a (batch, sequence) and a budget; `pins`, (pattern, place) each, and what they are called: a plan
-    that a person made."""
+    that a person made. `search`: how it is planned."""
 
     size: str
     trained: str
@@ -64,6 +66,7 @@ class Row:
     budget: str
     label: str = ""
     pins: tuple[tuple[str, str], ...] = ()
+    search: str = "quick"
 
     @property
     def name(self) -> str:
@@ -83,8 +86,8 @@ def config(size: str) -> Any:
     import transformers
 
     return transformers.LlamaConfig(
-        **WIDTHS[size], intermediate_size=8192, num_key_value_heads=8, vocab_size=128256, max_position_embeddings=8192, rope_theta=500000.0,
-        tie_word_embeddings=True, dtype=torch.bfloat16, architectures=["LlamaForCausalLM"])
+        **{"intermediate_size": 8192, "tie_word_embeddings": True} | WIDTHS[size], num_key_value_heads=8, vocab_size=128256,
+        max_position_embeddings=8192, rope_theta=500000.0, dtype=torch.bfloat16, architectures=["LlamaForCausalLM"])
 
 
 def lora() -> Any:
@@ -112,11 +115,11 @@ def plan(rows: list[Row], machine_name: str) -> None:
 
     machine = load_machine(machine_name)
     (PLANS / machine_name).mkdir(parents=True, exist_ok=True)
-    for size, trained, shape, pins in dict.fromkeys((row.size, row.trained, row.shape, row.pins) for row in rows):
+    for size, trained, shape, pins, search in dict.fromkeys((row.size, row.trained, row.shape, row.pins, row.search) for row in rows):
         model = model_without_weights(config(size), None if trained == "full" else lora(), quantization() if trained == "4bit" else None)
-        options = planning_options(model, machine, "1TiB", None, 0, "adamw", "auto", None, "bitwise", [pin(*one) for one in pins])
+        options = planning_options(model, machine, "1TiB", None, 0, "adamw", "auto", None, "bitwise", [pin(*one) for one in pins], search=search)
         with captured(model, shape, options, machine) as session:
-            for row in (r for r in rows if (r.size, r.trained, r.shape, r.pins) == (size, trained, shape, pins)):
+            for row in (r for r in rows if (r.size, r.trained, r.shape, r.pins, r.search) == (size, trained, shape, pins, search)):
                 try:
                     found = session.study.plan(replace(session.study.planning.budgets, device_bytes=parse_bytes(row.budget)))
                 except PlanError as error:
@@ -186,7 +189,7 @@ def measure(row: Row, machine_name: str, lock: str | None) -> dict[str, Any]:
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4)
     with alone(lock):
         torch.cuda.reset_peak_memory_stats()
-        seconds, losses = [], []
+        seconds, steps_s, losses = [], [], []
         for i in range(WARM + TIMED):
             torch.cuda.synchronize()
             started = time.perf_counter()
@@ -196,12 +199,15 @@ def measure(row: Row, machine_name: str, lock: str | None) -> dict[str, Any]:
             seconds.append(time.perf_counter() - started)
             losses.append(loss.item())
             if i < WARM - 1:
+                started = time.perf_counter()
                 optimizer.step()
+                torch.cuda.synchronize()
+                steps_s.append(time.perf_counter() - started)
             optimizer.zero_grad(set_to_none=True)
         predicted = known.predicted
         result = {
             "row": row.name, **asdict(row), "sha256": hashes, "predicted_s": predicted.step_s, "measured_s": statistics.median(seconds[WARM:]),
-            "all_s": seconds, "budget_bytes": budget, "predicted_bytes": predicted.device_peak_bytes,
+            "all_s": seconds, "optimizer_s": statistics.median(steps_s[1:]), "budget_bytes": budget, "predicted_bytes": predicted.device_peak_bytes,
             "reserved_bytes": torch.cuda.max_memory_reserved(), "allocator_retries": torch.cuda.memory_stats()["num_alloc_retries"],
             "compile_s": compiled_s, "captures": model.fxoffload.router.captures, "losses": losses, "decisions": known.count(),
             "replays": [graph.replays for graph in known.graphs.values()],

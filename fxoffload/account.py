@@ -111,9 +111,8 @@ def optimizer_step_s(trained: Iterable[tuple[int, str, str]], states: States | N
     """
     if states is None:
         return None
-    kind = _OF_COUNT.get(states.count) if isinstance(states, Own) else None
-    if kind is not None:
-        return sum(optimizer_s(kind, n, where, machine, dtype) for n, dtype, where in trained)
+    if isinstance(states, Own) and (kind := _OF_COUNT.get(states.count)) is not None:
+        return sum(optimizer_s(kind, n, where, machine, dtype, states.fused) for n, dtype, where in trained)
     together: dict[tuple[str, str], int] = defaultdict(int)
     for n, dtype, where in trained:
         together[dtype, where] += n

@@ -120,8 +120,9 @@ def host_tier(node: fx.Node, spec: ops.Spec) -> Tier:
     return tier if tier.on_host else Tier.PINNED
 
 
-def optimizer_s(kind: str, n_params: int, where: str, machine: Machine, dtype: str = "fp32") -> float:
-    """Seconds of one optimizer step over `n_params` parameters of `dtype` on the "device" or the "host".
+def optimizer_s(kind: str, n_params: int, where: str, machine: Machine, dtype: str = "fp32", fused: bool | None = None) -> float:
+    """Seconds of one optimizer step over `n_params` parameters of `dtype` on the "device" or the "host". `fused`: whether by torch's fused
+    kernel; None for the faster of its implementations.
 
     From AdamW's measured rate and the bytes that `kind` moves per parameter; an optimizer nobody knows counts twice AdamW and is
     warned of. Raises ValueError for another place.
@@ -133,16 +134,17 @@ def optimizer_s(kind: str, n_params: int, where: str, machine: Machine, dtype: s
         log.warning("optimizer %r: its seconds are unknown and counted as twice AdamW's", kind)
         step_bytes = _UNKNOWN_STEP_BYTES
     latency_s = machine.memory["copy"].latency_s if where == "device" else 0.0
-    return latency_s + n_params / _adamw_params_per_s(where, machine, dtype) * step_bytes / _STEP_BYTES["adamw"]
+    return latency_s + n_params / _adamw_params_per_s(where, machine, dtype, fused) * step_bytes / _STEP_BYTES["adamw"]
 
 
-def _adamw_params_per_s(where: str, machine: Machine, dtype: str) -> float:
-    """The faster of torch's implementations, fp32's where `dtype` is unmeasured; unmeasured at all: from bandwidth, or a prior."""
+def _adamw_params_per_s(where: str, machine: Machine, dtype: str, fused: bool | None) -> float:
+    """The rate of that implementation, of the faster one where it is unmeasured; fp32's where `dtype` is; unmeasured at all: from
+    bandwidth, or a prior."""
     rates = machine.optimizer_params_per_s[where]
     for suffix in (dtype, "fp32"):
-        found = [rate for name, rate in rates.items() if name.endswith(f"_{suffix}")]
+        found = {name.removesuffix(f"_{suffix}"): rate for name, rate in rates.items() if name.endswith(f"_{suffix}")}
         if found:
-            return max(found)
+            return found.get("fused" if fused else "foreach", max(found.values())) if fused is not None else max(found.values())
     if where == "device":
         return machine.device_bytes_per_s / _STEP_BYTES["adamw"]
     return _UNMEASURED_HOST_PARAMS_PER_S

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol
 
 log = logging.getLogger("fxoffload")
@@ -27,10 +27,12 @@ class States(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Own:
-    """So many tensors of the parameter's own shape and dtype, as `zeros_like` makes them. `temporaries` of torch's foreach kernels."""
+    """So many tensors of the parameter's own shape and dtype, as `zeros_like` makes them. `temporaries` of torch's foreach kernels.
+    `fused`: torch's fused kernel steps."""
 
     count: int
     temporaries: int = 1
+    fused: bool = False
 
     def bytes_of(self, shape: Sequence[int], item_bytes: int, embedding: bool = False) -> int:
         return self.count * math.prod(shape) * item_bytes
@@ -103,8 +105,9 @@ _KNOWN: Sequence[tuple[States, str]] = (
     (Own(1, temporaries=2), "adagrad"),
     (Own(1), "sgd asgd lion muon schedule_free_sgd SGDScheduleFree"),
     (Own(2, temporaries=2), "adadelta rprop"),
-    (Own(2), "adam adamw adamw_torch adamw_torch_fused adamw_torch_xla adamw_torch_npu_fused adamw_hf adamax nadam radam sparse_adam "
+    (Own(2), "adam adamw adamw_torch adamw_torch_xla adamw_hf adamax nadam radam sparse_adam "
              "schedule_free_adamw schedule_free_radam AdamWScheduleFree RAdamScheduleFree"),
+    (Own(2, fused=True), "adamw_torch_fused adamw_torch_npu_fused"),
     (Own(3), "rmsprop grokadamw stable_adamw galore_adamw galore_adamw_layerwise galore_adafactor "
              "galore_adafactor_layerwise apollo_adamw apollo_adamw_layerwise"),
     (Own(202), "lbfgs"),  # its default history of 100 steps and of 100 changes of the gradient, the last direction and gradient
@@ -161,12 +164,14 @@ def _of_class(kind: type, instance: Any) -> States | None:
 def _with_choices(word: str, known: States, group: dict[str, Any]) -> States:
     """What an instance keeps with the hyperparameters of one of its groups."""
     if word == "sgd":
-        return Own(int(group["momentum"] != 0))
-    if word == "rmsprop":
-        return Own(1 + bool(group["centered"]) + (group["momentum"] > 0))
-    if word == "adafactor":
+        known = Own(int(group["momentum"] != 0))
+    elif word == "rmsprop":
+        known = Own(1 + bool(group["centered"]) + (group["momentum"] > 0))
+    elif word == "adafactor":
         return Factored(group.get("beta1") is not None)
-    return Own(3) if group.get("amsgrad") else known
+    elif group.get("amsgrad"):
+        known = Own(3)
+    return replace(known, fused=bool(group.get("fused"))) if isinstance(known, Own) else known
 
 
 def _bitsandbytes(word: str, instance: Any) -> States | None:

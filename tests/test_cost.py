@@ -197,6 +197,10 @@ def test_adamw_on_the_host_takes_its_measured_rate() -> None:
     measured: Machine = dataclasses.replace(H200, optimizer_params_per_s={"device": {}, "host": host})
     assert optimizer_s("adamw", 4_000_000_000, "host", measured) == pytest.approx(2.0)
     assert optimizer_s("AdamW", 1 << 20, "host", measured, "bf16") == optimizer_s("adamw", 1 << 20, "host", measured)
+    assert optimizer_s("adamw", 4_000_000_000, "host", measured, fused=True) == pytest.approx(2.0)
+    assert optimizer_s("adamw", 4_000_000_000, "host", measured, fused=False) == pytest.approx(4.0)
+    only: Machine = dataclasses.replace(H200, optimizer_params_per_s={"device": {}, "host": {"fused_fp32": 2e9}})
+    assert optimizer_s("adamw", 4_000_000_000, "host", only, fused=False) == pytest.approx(2.0), "of what was measured"
 
 
 def test_an_unmeasured_optimizer_is_dear_and_finite() -> None:

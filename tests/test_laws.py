@@ -230,6 +230,26 @@ def test_a_candidate_whose_copies_wait_in_the_end_takes_no_less_than_is_told() -
 
 
 @pytest.mark.integration
+def test_a_thorough_search_lets_trained_parameters_leave_where_the_step_and_the_optimizers_take_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planner, "TRAINED_SHARE", 1.0)
+    least, most = range_of("lora")
+    known, slow, total_s = Searches(), Searches(), []
+    for budget in (least * 5 // 4, least * 3 // 2, most):
+        one = replace(under("lora", budget), thorough=True)
+        assert one.optimizer is not None
+        trained = frozenset(name for name, _, _ in one.optimizer.trained)
+        chosen, quick = solve(one, known), solve(under("lora", budget))
+        assert chosen.after_s == one.after_s(chosen.resident & trained) > 0
+        assert chosen.simulation.step_s + chosen.after_s <= quick.simulation.step_s + quick.after_s
+        total_s.append(chosen.simulation.step_s + chosen.after_s)
+        rates = {"host": {"fused_fp32": 1e3}, "device": {"fused_fp32": 1e12}}
+        optimizer = replace(one.optimizer, machine=replace(one.machine, optimizer_params_per_s=rates))
+        if budget > least * 5 // 4:
+            assert not chosen.resident & trained and trained <= solve(replace(one, optimizer=optimizer), slow).resident
+    assert total_s == sorted(total_s, reverse=True)
+
+
+@pytest.mark.integration
 @pytest.mark.parametrize("n", DRAWS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_plan_fits_its_budget_and_what_does_not_fit_is_refused_by_what_would(kind: str, n: int) -> None:

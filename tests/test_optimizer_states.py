@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ from torch.utils._pytree import tree_leaves
 from transformers.training_args import OptimizerNames
 
 import fxoffload
+from fxoffload.account import OptimizerStep
+from fxoffload.machine import load_machine
 from fxoffload.optimizer_states import Coded, optimizer_states
 
 SHAPES = [(96, 64), (64,), (5000,), (4, 33, 9)]
@@ -148,6 +151,16 @@ def test_seconds_of_an_optimizer_nobody_knows_are_finite_not_zero_and_warned_of(
     known, homemade, none = (plan.longest.reasons.optimizer_s for plan in plans)  # type: ignore[union-attr]
     assert none is None and known is not None and homemade == pytest.approx(2 * known)
     assert "seconds are unknown and counted as twice AdamW's" in caplog.text
+
+
+def test_seconds_are_those_of_the_kernels_that_step() -> None:
+    weight, rates = nn.Parameter(torch.zeros(8, 8)), {"fused_fp32": 4e9, "foreach_fp32": 1e9}
+    measured = replace(load_machine("h200"), optimizer_params_per_s={"host": rates, "device": rates})
+    for optimizer, seconds in (
+            ("adamw", 1.0), ("adamw_torch_fused", 0.25), (torch.optim.AdamW([weight]), 1.0), (torch.optim.AdamW([weight], fused=True), 0.25)):
+        step = OptimizerStep((("weight", 10**9, "fp32"),), optimizer_states(optimizer), measured)
+        assert step.seconds(frozenset()) == pytest.approx(seconds)
+        assert step.seconds(frozenset({"weight"})) == pytest.approx(seconds + measured.memory["copy"].latency_s)
 
 
 def test_the_host_peak_knows_fp32_states_of_bf16_parameters() -> None:
