@@ -14,7 +14,7 @@ import sys
 import prediction
 from prediction import ROOT, Row
 
-BUDGETS = {"lora": ("10GiB", "12GiB", "20GiB"), "full": ("22GiB", "30GiB")}
+BUDGETS = {"lora": ("12GiB", "16GiB"), "full": ("22GiB",)}
 prediction.PLANS = ROOT / "bench" / "plans" / "searches"
 prediction.ROWS = {row.name: row for row in (
     Row("8B", trained, (4, 2048), budget, search, search=search)

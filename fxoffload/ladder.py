@@ -240,8 +240,9 @@ class Search:
         return min((least_bytes(self.problem, *one) for one in self.short if one[1] == rung), default=None)
 
     def above(self, budget: int) -> int:
-        """The first rung above a budget."""
-        return next(rungs_within(budget, self.bits)) + step_of(budget, self.bits)
+        """The first rung of the search's own that is above a budget."""
+        bits = self._effort.bits
+        return next(rungs_within(budget, bits)) + step_of(budget, bits)
 
     def _accept(self, recipe: Recipe, candidate: Candidate) -> None:
         """Makes a faster candidate the best one, if the host has room for it."""
