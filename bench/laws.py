@@ -3,7 +3,7 @@
     python bench/laws.py [--rows 8B-lora,80-full] [--machine h200] [--search quick|thorough] [--bits 4] [--least 5] [--most 80] [--out FILE]
 
 Budgets, in GiB, are the rungs of the quick search's own ladder, numbers of 4 significant bits; of more bits, budgets between them too. `slower`:
-budgets predicted slower than a smaller one, the optimizer's step included, by which share; `higher`: smaller budgets with a higher predicted peak
+budgets predicted slower than a smaller one, the optimizer's step included, by which share of the step without it; `higher`: smaller budgets with a higher predicted peak
 than a larger one, by how many bytes. Steps are those of `bench/plan_time.py`.
 A search takes the processor seconds that are told for each budget; what they share is made once.
 """
@@ -59,8 +59,9 @@ def planned(name: str, machine: str, search: str, bits: int, least_bytes: int, m
                 continue
             reasons = plan.longest.reasons
             assert reasons is not None
-            one = Planned(budget, plan.predicted.step_s, reasons.optimizer_s or 0.0, plan.predicted.device_peak_bytes, round(time.process_time() - started_s, 1))
-            print(f"{name} {budget / 2**30:6.2f} GiB {one.step_s:.6f} + {one.after_s:.6f} s, peak {one.peak_bytes / 2**30:.2f} GiB, {one.cpu_s} cpu s", flush=True)
+            cpu_s, told = round(time.process_time() - started_s, 1), plan.predicted
+            one = Planned(budget, told.step_s, reasons.optimizer_s or 0.0, told.device_peak_bytes, cpu_s)
+            print(f"{name} {budget / 2**30:6.2f} GiB {one.step_s:.6f} + {one.after_s:.6f} s, peak {one.peak_bytes / 2**30:.2f} GiB, {cpu_s} cpu s", flush=True)
             found.append(one)
     return found
 
@@ -70,7 +71,7 @@ def slower(found: list[Planned]) -> list[dict[str, float]]:
     exceptions, fastest = [], found[0]
     for one in found[1:]:
         if one.total_s > fastest.total_s * (1 + _ROUNDING):
-            share = one.total_s / fastest.total_s - 1
+            share = (one.total_s - fastest.total_s) / fastest.step_s
             exceptions.append({"budget_bytes": one.budget_bytes, "than_bytes": fastest.budget_bytes, "share": share})
         else:
             fastest = one

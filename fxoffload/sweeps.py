@@ -70,7 +70,9 @@ def sweep(
     if not points or not shapes:
         raise ValueError("sweep: needs at least one batch, sequence, machine and device_budget")
     model = model_without_weights(model_or_config, lora, quantization)
-    options = planning_options(model, machines[0], points[0][1], host_budget, disk_budget, optimizer, outputs, None, numerics, pins, executor=executor, search=search)
+    options = planning_options(
+        model, machines[0], points[0][1], host_budget, disk_budget, optimizer, outputs, None, numerics, pins,
+        executor=executor, search=search)
     rows: list[Row] = []
     for shape in shapes:
         with captured(model, shape, options, machines[0]) as session:

@@ -1,12 +1,12 @@
-"""A search that keeps both laws exactly, however large the step: every rung there is, each by itself.
+"""A search that keeps both laws, however large the step: every rung there is, each by itself.
 
 One set of candidates, which the problem alone fixes, is all that any budget chooses from: those of every rung, searched as if it were the
 only one. Under a budget each is completed with what else that has room for, up to the rung above its own (`fill.py`), and counts if it takes
 no more than the budget then. So what counts under a budget counts under every larger one, and is never slower there: more memory is never
 predicted slower. And what is the fastest under a budget, and takes no more than a smaller one, is completed to the same under that one, where
 nothing else is faster: the smaller budget's peak is no higher. Of equals that of the largest rung is taken, and of its equals the one found
-first, under any budget. A rung is left out only where a bound says that it gives nothing faster (`floor.py`), or nothing as fast where of equals its own
-would be taken.
+first, under any budget. A rung is left out only where a bound says that it gives nothing faster (`floor.py`), or nothing as fast where of
+equals its own would be taken. Where values lie at offsets that is done of live budgets, and `planner.py` chooses among what they give.
 """
 
 from __future__ import annotations

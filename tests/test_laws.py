@@ -18,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from zoo import FAMILIES
 
+import fxoffload
 from fxoffload import ladder, planner
 from fxoffload import recipes as prices
 from fxoffload.api import captured, planning_options
@@ -227,6 +228,19 @@ def test_a_candidate_whose_copies_wait_in_the_end_takes_no_less_than_is_told() -
         told.append(is_told(one, search.best))
     assert max(told) <= 1
     assert min(told) > 0.8, "a bound that tells next to nothing"
+
+
+@pytest.mark.integration
+def test_a_thorough_search_is_asked_for_by_name_and_no_slower(monkeypatch: pytest.MonkeyPatch) -> None:
+    case, searched = FAMILIES["llama"](), list[bool]()
+    solving = planner.attempts
+    monkeypatch.setattr(planner, "attempts", lambda problem, known=None: searched.append(problem.thorough) or solving(problem, known))
+    seconds = {}
+    for search in ("quick", "thorough"):
+        plan = fxoffload.plan(case.model, dict(case.batch), device_budget="1MiB", machine="cpu", search=search)
+        seconds[search] = plan.predicted.step_s
+    assert set(searched[:1]) == {False} and set(searched[-1:]) == {True}
+    assert seconds["thorough"] <= seconds["quick"] * (1 + 1e-3)
 
 
 @pytest.mark.integration

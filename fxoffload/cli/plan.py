@@ -90,7 +90,8 @@ def run(
     if sweep:
         if save is not None or explain:
             raise ValueError("--sweep: makes many plans; --save and --explain are for one")
-        return run_sweep(_model_config(model, dtype), axes, _plan_options(host_budget, lora, load_in, optimizer, dtype, numerics, executor, search), json, html)
+        shared = _plan_options(host_budget, lora, load_in, optimizer, dtype, numerics, executor, search)
+        return run_sweep(_model_config(model, dtype), axes, shared, json, html)
     several = [f"--{name.replace('_', '-').replace('sequence', 'seq')}" for name, values in axes.items() if len(values) > 1]
     if several:
         raise ValueError(f"{several[0]}: several values need --sweep")

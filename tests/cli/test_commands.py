@@ -79,6 +79,13 @@ def test_plan_hands_numerics_on_and_is_bitwise_unless_told(assets: Path, planned
     assert cli.main(plan_command(assets, "--numerics", "sloppy")) == 2
 
 
+def test_plan_hands_the_search_on_and_is_quick_unless_told(assets: Path, planned: list[dict[str, object]]) -> None:
+    assert cli.main(plan_command(assets)) == 0
+    assert cli.main(plan_command(assets, "--search", "thorough")) == 0
+    assert [call["search"] for call in planned] == ["quick", "thorough"]
+    assert cli.main(plan_command(assets, "--search", "endless")) == 2
+
+
 def test_a_budget_that_does_not_fit_is_status_1_with_the_shortfall(
     assets: Path, planned: list[dict[str, object]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
