@@ -60,11 +60,11 @@ def compile(
     `batch` is one sample (mapping, tuple or tensor); its sizes, or `max_shape` ({"batch": n, "sequence": n}), are the largest the
     plan is made for; smaller batches run on the same capture. `dynamic` False, as in torch.compile: a capture is for one shape, and made
     in about half the time; each other shape is captured anew, under the same plan where it has room. `search`: "thorough" searches every
-    rung of memory, minutes for a large model, so that more memory is never predicted slower at all and plans near the least budget are
-    faster (`docs/planning.md`). `device_budget` is bytes, text like "24GiB", or "auto" (what is free now, less what libraries keep);
-    `host_budget` None is what the machine has free less a sixteenth of its memory. `optimizer` is transformers' name of one, a class, an instance or None: its states are planned. Of a model with a vision
-    tower that is given text alone, a step with synthetic images is planned too, with a warning. `model.fxoffload` then has the plan, the
-    lowered graphs, the report and `close()`. Raises ValueError for a bad argument and PlanError when a budget cannot be met, before
+    rung of memory by itself, minutes for a large model, so that more memory is not predicted slower (what that leaves out:
+    `docs/planning.md`). `device_budget` is bytes, text like "24GiB", or "auto" (what is free now, less what libraries keep);
+    `host_budget` None is what the machine has free less a sixteenth of its memory. `optimizer` is transformers' name of one, a class, an
+    instance or None: its states are planned. Of a model with a vision tower that is given text alone, a step with synthetic images is planned too,
+    with a warning. `model.fxoffload` then has the plan, the lowered graphs, the report and `close()`. Raises ValueError for a bad argument and PlanError when a budget cannot be met, before
     anything runs; the model is then as it was.
     """
     target = with_index(device)
@@ -114,8 +114,8 @@ def plan(
     `model_or_config`: a module (left equal in every attribute), a transformers config, a model folder or a bare config.json.
     `batch_or_spec`: a sample batch, a mapping of name to (shape, dtype), or (batch, sequence). `lora` and `quantization` are PEFT's and
     transformers' own configs; of the latter, bitsandbytes in 4 and 8 bits. `search` as in `compile`. `report`: a file for
-    the page with the memory timeline. `explain` also plans with one more GiB of device and host memory and one more GB/s to the device, for `Plan.explain`, and what does not fit
-    with the changes that its PlanError then names (`remedies`): some searches more, a capture more for each smaller batch. Raises
+    the page with the memory timeline. `explain` also plans with one more GiB of device and host memory and one more GB/s to the device,
+    for `Plan.explain`, and what does not fit with the changes that its PlanError then names (`remedies`): some searches more, a capture more for each smaller batch. Raises
     PlanError when it does not fit and ValueError for a bad argument.
     """
     chosen = load_machine(machine) if machine is not None else load_machine("h200")

@@ -240,7 +240,7 @@ def test_a_thorough_search_is_asked_for_by_name_and_no_slower(monkeypatch: pytes
         plan = fxoffload.plan(case.model, dict(case.batch), device_budget="1MiB", machine="cpu", search=search)
         seconds[search] = plan.predicted.step_s
     assert set(searched[:1]) == {False} and set(searched[-1:]) == {True}
-    assert seconds["thorough"] <= seconds["quick"] * (1 + 1e-3)
+    assert seconds["thorough"] <= seconds["quick"]
 
 
 @pytest.mark.integration

@@ -41,7 +41,7 @@ class Executor(str, Enum):
     inductor = "inductor"
 
 
-class Effort(str, Enum):
+class Thoroughness(str, Enum):
     """Of `--search`."""
 
     quick = "quick"
@@ -72,8 +72,8 @@ def run(
         help="bitwise: plain PyTorch's bits. reordered: fp32 sums may be added in another order (logits in chunks).")] = Numerics.bitwise,
     executor: Annotated[Executor, typer.Option(
         help="eager: PyTorch's kernels. inductor: elementwise ops fused, one kernel each; needs --numerics reordered.")] = Executor.eager,
-    search: Annotated[Effort, typer.Option(
-        help="thorough: every rung of memory is searched, minutes for a large model; more memory is then never slower at all.")] = Effort.quick,
+    search: Annotated[Thoroughness, typer.Option(
+        help="thorough: every rung of memory is searched, minutes for a large model; more memory is then not predicted slower.")] = Thoroughness.quick,
     save: Annotated[Optional[Path], typer.Option(help="Write the plan, to replay with fxoffload.compile(plan=...).")] = None,
     json: Annotated[Optional[Path], typer.Option(help="Write the numbers as JSON.")] = None,
     html: Annotated[Optional[Path], typer.Option(help="Write the memory timeline, or the sweep, as a page.")] = None,
@@ -137,7 +137,7 @@ def _call_plan(config: transformers.PretrainedConfig, shape: tuple[int, int], op
 
 def _plan_options(
     host_budget: str | None, lora: str | None, load_in: LoadIn | None, optimizer: str, dtype: Dtype, numerics: Numerics,
-    executor: Executor, search: Effort,
+    executor: Executor, search: Thoroughness,
 ) -> dict[str, Any]:
     from fxoffload.training.config import QuantizationOptions
     from fxoffload.training.model import lora_config, quantization_config
