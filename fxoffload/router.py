@@ -22,7 +22,7 @@ from .capture import batch_tensors, dynamic_dims
 from .dispatch import switches
 from .errors import PlanError
 from .functions import as_ops, launching_functions
-from .integrations import transformers
+from .integrations import grids, transformers
 from .outputs import detached, has_shadows, only_loss, with_lazy_outputs
 from .swapped import plain_forward
 from .torch_compat import CAPTURE_FAILURES, CompiledStep, capture_config, failure_text, inner_error, mark_dynamic
@@ -187,11 +187,12 @@ class Router:
         if transformers.asks_for_records(kwargs):
             self.session.recorders.install(kwargs)
         look = transformers.Look.at(self.session.model, args, kwargs)
-        args, kwargs = self._to_device(args), self._to_device(transformers.prepared(self.session.model, kwargs))
-        batch = batch_tensors({"args": args, "kwargs": kwargs})
+        kwargs = grids.prepared(self.session.model, transformers.prepared(self.session.model, kwargs))
+        args, kwargs = self._to_device(args), self._to_device(kwargs)
+        batch, fixed = batch_tensors({"args": args, "kwargs": kwargs}), grids.n_patches(kwargs)
         for name, tensor in batch:
             for dim in dynamic_dims(name, tensor):
-                if self._varies(dim, tensor.shape[dim]):
+                if self._varies(dim, tensor.shape[dim]) and tensor.shape[dim] not in fixed:
                     mark_dynamic(tensor, dim)
         return Call(args, kwargs, batch, look)
 
@@ -392,7 +393,7 @@ def _step_function(outputs: str, shadows: bool) -> Callable[..., Any]:
     def step(module: Any, args: Any, kwargs: Any, variant: str) -> Any:
         if not variant or not torch.compiler.is_compiling():
             raise PlanError("capture is switched off here (torch._dynamo.disable, set_stance or a torch function mode): nothing ran")
-        out = transformers.without_cache(type(module).forward(module, *args, **kwargs))
+        out = transformers.without_cache(type(module).forward(module, *args, **grids.restored(kwargs)))
         if not lazily or not torch.is_grad_enabled():
             return out
         return only_loss(out) if shadows else detached(out)

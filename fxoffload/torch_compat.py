@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import importlib
 import logging
 import os
 import re
@@ -98,12 +99,30 @@ def capture_config() -> Iterator[None]:
     # Only marked sizes are symbolic, and two that happen to be equal now are not one: what a capture is valid for depends on
     # the call alone, not on calls before it or on other models.
     shapes = torch.fx.experimental._config.patch(use_duck_shape=False)  # type: ignore[attr-defined]  # installed when it is imported
-    with dynamo, shapes, torch._functorch.config.patch(backward_pass_autocast="off", force_non_lazy_backward_lowering=True):
+    functorch = torch._functorch.config.patch(backward_pass_autocast="off", force_non_lazy_backward_lowering=True)
+    with dynamo, shapes, functorch, _known_values():
         _METRICS_LOG.addFilter(_says_more_than_settings)
         try:
             yield
         finally:
             _METRICS_LOG.removeFilter(_says_more_than_settings)
+
+
+# As many values of a tensor that is made from numbers are known while a step is captured, and of what is computed from it alone; torch knows one.
+_KNOWN_VALUES = 1 << 16
+# Its package has a function of this name in its place.
+_FAKE_TENSOR: Any = importlib.import_module("torch._subclasses.fake_tensor")
+
+
+@contextlib.contextmanager
+def _known_values() -> Iterator[None]:
+    """What is cut by numbers that a graph has as constants has sizes that are known (FakeTensor.constant)."""
+    before = _FAKE_TENSOR.CONSTANT_NUMEL_LIMIT
+    _FAKE_TENSOR.CONSTANT_NUMEL_LIMIT = _KNOWN_VALUES
+    try:
+        yield
+    finally:
+        _FAKE_TENSOR.CONSTANT_NUMEL_LIMIT = before
 
 
 _METRICS_LOG = logging.getLogger("torch._dynamo.metrics_context")

@@ -137,6 +137,62 @@ def llava() -> Case:
         "input_ids": ids, "labels": ids.clone(), "pixel_values": torch.randn(2, 3, 16, 16), "attention_mask": torch.ones_like(ids)})
 
 
+def of_grids(model: nn.Module, grids: tuple[tuple[int, int, int], ...] = ((1, 8, 8), (1, 4, 12)), kind: str = "image", length: int = 32) -> Case:
+    """A model of the Qwen-VL kind and one image or video in each row, each of its own frames, height and width in patches."""
+    numbers = torch.Generator().manual_seed(len(grids))
+    config: Any = model.config
+    vision = config.vision_config
+    grid, token, merged = torch.tensor(grids), getattr(config, f"{kind}_token_id"), vision.spatial_merge_size**2
+    ids = torch.randint(16, VOCAB, (len(grids), length), generator=numbers)
+    types = torch.zeros_like(ids)
+    for row, n in enumerate((grid.prod(-1) // merged).tolist()):
+        ids[row, 2], ids[row, 3:3 + n], types[row, 3:3 + n] = 7, token, 1 if kind == "image" else 2
+    patch = getattr(vision, "in_channels", 3) * getattr(vision, "temporal_patch_size", 1) * vision.patch_size**2
+    pixels = torch.randn(int(grid.prod(-1).sum()), patch, generator=numbers)
+    return Case(model.train(), {
+        "input_ids": ids, "labels": ids.clone(), "attention_mask": torch.ones_like(ids), "mm_token_type_ids": types,
+        "pixel_values" if kind == "image" else "pixel_values_videos": pixels, f"{kind}_grid_thw": grid})
+
+
+# Of the models that read images as grids of patches: tokens, and rotations by time, height and width.
+_IMAGE_TOKENS: dict[str, Any] = dict(image_token_id=5, video_token_id=6, vision_start_token_id=7, vision_end_token_id=8)
+_TOWER: dict[str, Any] = dict(num_heads=2, patch_size=4, spatial_merge_size=2, temporal_patch_size=2)
+
+
+def _rotated(**more: Any) -> dict[str, Any]:
+    return _sizes(rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3], **more})
+
+
+def qwen2_vl() -> Case:
+    torch.manual_seed(0)
+    config = tf.Qwen2VLConfig(text_config=_rotated(), vision_config={**_TOWER, "depth": 2, "embed_dim": 32, "hidden_size": 64}, **_IMAGE_TOKENS)
+    return of_grids(tf.Qwen2VLForConditionalGeneration(config))
+
+
+def qwen2_5_vl() -> Case:
+    torch.manual_seed(0)
+    vision = {**_TOWER, "depth": 2, "hidden_size": 32, "intermediate_size": 48, "out_hidden_size": 64, "window_size": 16, "fullatt_block_indexes": [1]}
+    config = tf.Qwen2_5_VLConfig(text_config=_rotated(), vision_config=vision, **_IMAGE_TOKENS)
+    return of_grids(tf.Qwen2_5_VLForConditionalGeneration(config))
+
+
+def qwen3_vl() -> Case:
+    torch.manual_seed(0)
+    vision = {**_TOWER, "depth": 3, "hidden_size": 32, "intermediate_size": 48, "out_hidden_size": 64, "num_position_embeddings": 64,
+              "deepstack_visual_indexes": [0, 1]}
+    config = tf.Qwen3VLConfig(text_config=_rotated(mrope_interleaved=True), vision_config=vision, **_IMAGE_TOKENS)
+    return of_grids(tf.Qwen3VLForConditionalGeneration(config))
+
+
+def glm4v() -> Case:
+    torch.manual_seed(0)
+    vision = {**_TOWER, "depth": 2, "hidden_size": 32, "intermediate_size": 48, "out_hidden_size": 64, "image_size": 32}
+    text = _rotated(partial_rotary_factor=1.0)
+    config = tf.Glm4vConfig(text_config=text, vision_config=vision, image_start_token_id=7, image_end_token_id=8, video_start_token_id=9,
+                            video_end_token_id=10, image_token_id=5, video_token_id=6)
+    return of_grids(tf.Glm4vForConditionalGeneration(config))
+
+
 def _lora(case: Case, autocast_adapter_dtype: bool = True, **changes: Any) -> Case:
     import peft
 
@@ -210,6 +266,10 @@ FAMILIES: dict[str, Callable[[], Case]] = {
     "vit": vit,
     "whisper": whisper,
     "llava": llava,
+    "qwen2_vl": qwen2_vl,
+    "qwen2_5_vl": qwen2_5_vl,
+    "qwen3_vl": qwen3_vl,
+    "glm4v": glm4v,
     "lora": lora,
     "lora_bf16": lora_bf16,
     "dora": dora,

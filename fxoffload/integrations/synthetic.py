@@ -75,11 +75,33 @@ def _images(config: Any, ids: torch.Tensor, n_tokens: int) -> dict[str, torch.Te
     token = config.image_token_id if hasattr(config, "image_token_id") else config.image_token_index
     marked = ids.clone()
     marked[:, 1:1 + n_tokens] = token
+    if config.model_type in _OF_GRIDS:
+        return {"input_ids": marked, "mm_token_type_ids": (marked == token).long(), **_grids(config.vision_config, len(ids))}
     height, width = _pair(config.vision_config.image_size)
     found = {"input_ids": marked, "pixel_values": torch.zeros(len(ids), config.vision_config.num_channels, height, width)}
     if config.model_type in _TYPES_OF_TOKENS:
         found["token_type_ids"] = (marked == token).long()
     return found
+
+
+# Families that read all images as one row of patches, beside the grid of each; no config says how large an image is.
+_OF_GRIDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v")
+_SIDE_PATCHES = 32
+
+
+def _side(vision: Any) -> int:
+    """Patches along a side of a square image: `_SIDE_PATCHES`, 448 pixels where a patch has 14, or fewer that are merged without rest."""
+    return max(_SIDE_PATCHES // vision.spatial_merge_size, 1) * int(vision.spatial_merge_size)
+
+
+def _grids(vision: Any, n_images: int) -> dict[str, torch.Tensor]:
+    side = _side(vision)
+    row = getattr(vision, "in_channels", 3) * vision.temporal_patch_size * vision.patch_size**2
+    return {"pixel_values": torch.zeros(n_images * side * side, row), "image_grid_thw": torch.tensor([[1, side, side]] * n_images)}
+
+
+def _merged(config: Any) -> int:
+    return int((_side(config.vision_config) // config.vision_config.spatial_merge_size) ** 2)
 
 
 # Families whose masks depend on which tokens are an image's.
@@ -112,4 +134,5 @@ _IMAGE_TOKENS: Mapping[str, Callable[[Any], int | None]] = {
     "paligemma": _patches,
     "gemma3": lambda config: config.mm_tokens_per_image,
     "internvl": lambda config: int(_patches(config) * config.downsample_ratio**2),
+    **{family: _merged for family in _OF_GRIDS},
 }

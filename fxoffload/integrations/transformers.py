@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from ..torch_compat import TRACES_TENSOR_CHECKS
+from . import grids
 
 
 class Variant:
@@ -154,6 +155,8 @@ def register() -> None:
             return False
         return local_attention_size is None or kv_length < local_attention_size
 
+    _register_windows()
+
     if not TRACES_TENSOR_CHECKS:
         @torch.compiler.substitute_in_graph(import_utils.torch_compilable_check, skip_signature_check=True)
         def torch_compilable_check(cond: Any, msg: Any, error_type: type[Exception] = ValueError) -> None:
@@ -163,6 +166,21 @@ def register() -> None:
                 plain_check(cond, msg, error_type)
 
     _Registered.done = True
+
+
+def _register_windows() -> None:
+    """Windows of a vision tower, where transformers has them in a place of their own."""
+    try:
+        from transformers import vision_utils
+    except ImportError:
+        return
+    plain = _untouched(vision_utils.get_vision_window_index)
+
+    @torch.compiler.substitute_in_graph(vision_utils.get_vision_window_index, skip_signature_check=True)
+    def get_vision_window_index(grid_thw: torch.Tensor, spatial_merge_size: int, window_size: int, patch_size: int, kwargs: Any = None) -> Any:
+        if not VARIANT.ours or kwargs is not None and kwargs.get("window_index") is not None:
+            return plain(grid_thw, spatial_merge_size, window_size, patch_size, kwargs)
+        return grids.window_index(grid_thw, spatial_merge_size, window_size, patch_size)
 
 
 def _untouched(function: Any) -> Any:
