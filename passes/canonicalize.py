@@ -43,6 +43,8 @@ def run(graph: fx.Graph, ctx: Context) -> fx.Graph:
 def _simplify(graph: fx.Graph, node: fx.Node) -> None:
     if node.target in _VIEWS:
         node.target = _aten.reshape.default
+    elif node.target is _aten.repeat_interleave.Tensor:
+        _say_size(node)
     source = node.args[1 if node.target is _aten.copy.default else 0] if node.args else None
     if not isinstance(source, fx.Node):
         return
@@ -62,6 +64,13 @@ def _simplify(graph: fx.Graph, node: fx.Node) -> None:
         _drop_detour(graph, node, source)
     elif node.target in _BY_NUMBER and source.target is _aten.expand.default:
         _compute_before_expanding(graph, node, source)
+
+
+def _say_size(node: fx.Node) -> None:
+    """Where tracing knew how long a result is, the op is told: else it would ask the device, and wait."""
+    value = node.meta.get("val")
+    if isinstance(value, torch.Tensor) and isinstance(value.shape[0], int):
+        node.kwargs = {**node.kwargs, "output_size": value.shape[0]}
 
 
 def _unshaped(node: fx.Node, source: fx.Node) -> fx.Node:

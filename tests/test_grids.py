@@ -92,3 +92,27 @@ def test_windows_are_those_of_transformers() -> None:
         expected = vision_utils.get_vision_window_index(grid, merge, window, 4)
         for ours, theirs in zip(grids.window_index(grid, merge, window, 4), expected, strict=True):
             assert torch.equal(ours, theirs) and ours.dtype == theirs.dtype
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("make", [qwen2_5_vl, qwen3_vl])
+def test_two_grids_have_the_bits_of_plain_pytorch_on_cuda(make: Any) -> None:
+    case = make()
+    torch.manual_seed(1)
+    adapted = peft.get_peft_model(case.model, peft.LoraConfig(r=2, target_modules=r".*language_model.*_proj"))
+    first: Grids = ((2, 8, 4), (2, 4, 8))
+    found = [{name: tensor.cuda() for name, tensor in of_grids(case.model, one, length=40).batch.items()} for one in (first, first[::-1])]
+    plain = copy.deepcopy(adapted).cuda()
+    losses = [summed(plain, batch) for batch in found * 3]  # no optimizer: one on the host rounds otherwise
+    model: Any = fxoffload.compile(adapted, found[0], device="cuda", device_budget="1GiB", dynamic=False)
+    assert [summed(model, batch) for batch in found * 3] == losses
+    assert_same(plain.cpu(), model)
+    assert model.fxoffload.router.captures == 2
+    model.fxoffload.close()
+
+
+def summed(model: Any, batch: dict[str, torch.Tensor]) -> float:
+    """The loss; its gradients are added to those there are."""
+    loss = model(**batch).loss
+    loss.backward()
+    return float(loss.item())

@@ -82,7 +82,8 @@ def window_index(grid: torch.Tensor, merge_size: int, window_size: int, patch_si
     order, ends, first = [], [0], 0
     for frames, height, width in grid.tolist():
         rows, columns = height // merge_size, width // merge_size
-        index = torch.arange(frames * rows * columns).reshape(frames, rows, columns) + first
+        # Not on the host, where transformers has it: a step in which an index is copied could not be recorded.
+        index = torch.arange(frames * rows * columns, device=grid.device).reshape(frames, rows, columns) + first
         first += frames * rows * columns
         for frame in range(frames):
             for row in range(0, rows, side):

@@ -26,6 +26,7 @@ from .placed import ALONE, LoadedThere, placed_call, places
 from .recordings import Boxed, Recordings
 from .replay import End, Replay
 from .room import Room
+from .scatters import SCATTERS
 from .transfers import SynchronousEngine, StreamEngine
 
 log = logging.getLogger("fxoffload")
@@ -153,6 +154,8 @@ def _bind(node: fx.Node, engine: SynchronousEngine | StreamEngine, on_host: bool
         node.target, node.args = engine.swap_out, (node.args[0], node.args[2])
     elif node.target is ops.wait:
         node.target = engine.wait
+    elif node.target in SCATTERS:
+        node.target = SCATTERS[node.target]
     elif node.target is ops.rng_state:
         device = node.args[0]
         node.target, node.args = _Bound(ops.get_rng_state, device), ()

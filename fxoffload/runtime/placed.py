@@ -15,6 +15,7 @@ from ..out_variants import OutVariant, out_variant
 from ..fusion import fused
 from .device_arena import DeviceArena
 from .fused import fused_call
+from .scatters import SCATTERS
 
 # The index of a result that is no tuple's element.
 ALONE = -1
@@ -44,7 +45,7 @@ def placed_call(node: fx.Node, offsets: Mapping[int, int], arena: DeviceArena) -
         return WrittenThere(variant, node.meta["val"], offsets, arena)
     if node.target in COPIES:
         return CopiedThere(node.meta["val"].dtype, offsets[ALONE], arena)
-    return MovedThere(node.target, offsets, arena)  # type: ignore[arg-type]
+    return MovedThere(SCATTERS.get(node.target, node.target), offsets, arena)  # type: ignore[arg-type]
 
 
 class _Call:
