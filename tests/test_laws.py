@@ -408,7 +408,7 @@ def test_free_names_are_frozen_parameters_alone() -> None:
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("kind", ("serial llama", "gpt2"))
+@pytest.mark.parametrize("kind", ("serial llama", pytest.param("gpt2", marks=pytest.mark.slow)))
 def test_no_plan_beats_the_exact_bound_and_where_nothing_overlaps_the_exact_plan_reaches_it(kind: str) -> None:
     pytest.importorskip("scipy")
     least, most = range_of(kind)

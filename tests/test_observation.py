@@ -49,7 +49,8 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize(("family", "budget", "numerics"), [("llama", 700_000, "bitwise"), ("lora", 1_651_255, "reordered")])
+@pytest.mark.parametrize(("family", "budget", "numerics"), [
+    ("llama", 700_000, "bitwise"), pytest.param("lora", 1_651_255, "reordered", marks=pytest.mark.slow)])
 def test_a_plan_made_anew_between_two_steps_changes_no_bit(family: str, budget: int, numerics: str) -> None:
     case, other = FAMILIES[family](), FAMILIES[family]()
     options: dict[str, Any] = dict(ONE_SHAPE, device_budget=budget, machine=SLOW_COMPUTE, numerics=numerics)
@@ -92,7 +93,7 @@ def trainer_of(model: nn.Module, folder: Path, n_accumulated: int, bf16: bool) -
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize(("n_accumulated", "bf16"), [(1, True), (2, False)])
+@pytest.mark.parametrize(("n_accumulated", "bf16"), [pytest.param(1, True, marks=pytest.mark.slow), (2, False)])
 def test_a_trainer_goes_on_by_a_plan_made_anew(n_accumulated: int, bf16: bool, tmp_path: Path) -> None:
     """Under autocast, which Accelerate puts around forward after compile, and with gradients that are accumulated already."""
     case, plain = FAMILIES["llama"](), FAMILIES["llama"]().model

@@ -56,7 +56,7 @@ def read(logits: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("page_bytes", [0, PAGE_BYTES])
+@pytest.mark.parametrize("page_bytes", [0, pytest.param(PAGE_BYTES, marks=pytest.mark.slow)])
 def test_what_an_evaluation_returns_has_room_beside_the_memory_of_training(
         page_bytes: int, simulated_device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     """Training fills the budget, the evaluation's logits and what is made of them would not fit beside its arena."""

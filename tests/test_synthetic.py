@@ -79,7 +79,8 @@ def names_in(plan: fxoffload.Plan) -> str:
     return " ".join(str(d) for graph in plan.graphs.values() for d in graph.decisions)
 
 
-@pytest.mark.parametrize("batch", [(2, 24), {"input_ids": ((2, 24), "int64"), "labels": ((2, 24), "int64")}])
+@pytest.mark.parametrize("batch", [
+    (2, 24), pytest.param({"input_ids": ((2, 24), "int64"), "labels": ((2, 24), "int64")}, marks=pytest.mark.slow)])
 def test_a_plan_from_text_has_the_vision_tower_in_it(batch: Any, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "fxoffload"):
         plan = fxoffload.plan(llava(), batch, device_budget="400KiB", machine="cpu")
