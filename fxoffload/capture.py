@@ -67,5 +67,7 @@ def dynamic_dims(name: str, tensor: torch.Tensor) -> tuple[int, ...]:
     """The dimensions of a batch tensor that may change from call to call: batch, and sequence where values are tokens."""
     if tensor.ndim == 0:
         return ()
+    if tensor.ndim == 3 and name.endswith("position_ids"):
+        return (1, 2)  # an axis of rotation comes first
     tokens = not tensor.is_floating_point() or name.endswith("inputs_embeds")
     return (0, 1) if tokens and tensor.ndim >= 2 else (0,)

@@ -59,6 +59,16 @@ def test_adapters_beside_a_frozen_tower_train_bit_equal_and_fused() -> None:
 
 
 @pytest.mark.slow
+def test_rows_of_any_length_with_the_same_grids_are_one_capture() -> None:
+    case, plain = qwen2_5_vl(), qwen2_5_vl().model
+    model: Any = fxoffload.compile(case.model, of_grids(case.model, length=48).batch, device="cpu", device_budget="1GiB")
+    for length in (48, 40, 33):
+        batch = of_grids(case.model, length=length).batch
+        assert model(**batch).loss.item() == plain(**batch).loss.item()
+    assert model.fxoffload.router.captures == 1
+
+
+@pytest.mark.slow
 def test_more_patches_take_more_memory() -> None:
     case = qwen3_vl()
     plan = fxoffload.plan(case.model, case.batch, device_budget="1GiB", machine="h200")

@@ -108,6 +108,7 @@ def test_a_trainer_goes_on_by_a_plan_made_anew(n_accumulated: int, bf16: bool, t
     model.fxoffload.close()
 
 
+@pytest.mark.slow
 @pytest.mark.integration
 def test_a_start_from_the_cache_is_planned_anew_for_the_largest_shapes_met(tmp_path: Path) -> None:
     losses = []
