@@ -141,7 +141,7 @@ def _gives_device_bytes(node: fx.Node) -> bool:
 
 
 def _bind(node: fx.Node, engine: SynchronousEngine | StreamEngine, on_host: bool) -> None:
-    """Calls the engine where the node moves bytes. `on_host`: what it looks up is there."""
+    """Calls the engine where the node moves bytes, and a function of ours where ATen's would copy a whole storage. `on_host`: what it looks up is there."""
     if node.target is ops.swap_in:
         node.target, node.args = engine.swap_in, node.args[:1]
     elif node.target is ops.swap_in_many:
