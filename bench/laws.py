@@ -1,10 +1,11 @@
 """What more device memory is predicted to give: a step planned for one budget after the other, and where a law does not hold.
 
     python bench/laws.py [--rows 8B-lora,80-full] [--machine h200] [--search quick|thorough] [--bits 4] [--least 5] [--most 80] [--out FILE]
+    python bench/laws.py --rows smaller --bits 5 --least 2.5 --out bench/results/laws_smaller.json
 
 Budgets, in GiB, are the rungs of the quick search's own ladder, numbers of 4 significant bits; of more bits, budgets between them too. `slower`:
 budgets predicted slower than a smaller one, the optimizer's step included, by which share of the step without it; `higher`: smaller budgets with a higher predicted peak
-than a larger one, by how many bytes. Steps are those of `bench/plan_time.py`.
+than a larger one, by how many bytes. Steps are those of `bench/plan_time.py`, and smaller ones, each for a machine of its own.
 A search takes the processor seconds that are told for each budget; what they share is made once.
 """
 
@@ -20,11 +21,23 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "bench"))
 
-from plan_time import BATCH, ROWS, captured_step, commit  # noqa: E402
+from plan_time import BATCH, ROWS, Row, captured_step, commit  # noqa: E402
 
 from fxoffload.errors import PlanError  # noqa: E402
 from fxoffload.ladder import rungs_within  # noqa: E402
 
+_LORA = "lora r=16 all-linear"
+# Steps of 600 to 6,000 events: the row, the machine it is planned for, its batch, and its numerics.
+SMALLER: dict[str, tuple[Row, str, tuple[int, int], str]] = {
+    "1B-lora": (Row(16, _LORA, "bf16", "3GiB"), "rtx3090", (4, 2048), "reordered"),
+    "1B-full": (Row(16, "all", "bf16", "3GiB"), "rtx3090", (4, 2048), "bitwise"),
+    "22-full": (Row(22, "all", "bf16", "3GiB"), "rtx4090", (8, 1024), "bitwise"),
+    "22-lora": (Row(22, _LORA, "bf16", "3GiB"), "rtx5090", (8, 1024), "bitwise"),
+    "3B-full": (Row(28, "all", "bf16", "3GiB"), "h200", (2, 2048), "bitwise"),
+    "3B-4bit": (Row(28, _LORA, "nf4, double quantization", "3GiB"), "l40s", (1, 4096), "bitwise"),
+    "quarter-lora": (Row(8, _LORA, "bf16", "5GiB"), "h100", (4, 2048), "reordered"),
+    "quarter-full": (Row(8, "all", "bf16", "5GiB"), "a100-40", (4, 2048), "bitwise"),
+}
 # Numbers that rounding alone tells apart.
 _ROUNDING = 1e-12
 
@@ -47,7 +60,8 @@ class Planned:
 def planned(name: str, machine: str, search: str, bits: int, least_bytes: int, most_bytes: int) -> list[Planned]:
     """The step at every rung within the bytes that has a plan, the smallest first."""
     found = []
-    with captured_step(ROWS[name], machine, search) as session:
+    row, machine, batch, numerics = SMALLER.get(name) or (ROWS[name], machine, BATCH, "bitwise")
+    with captured_step(row, machine, search, batch, numerics) as session:
         study = session.study
         for budget in sorted(set(rungs_within(most_bytes, bits))):
             started_s = time.process_time()
@@ -89,6 +103,14 @@ def higher(found: list[Planned]) -> list[dict[str, int]]:
     return exceptions
 
 
+def _told(name: str) -> dict[str, object]:
+    """What is special about a smaller step."""
+    if name not in SMALLER:
+        return {}
+    row, machine, batch, numerics = SMALLER[name]
+    return {"layers": row.layers, "trained": row.trained, "weights": row.weights, "planned_for": machine, "batch": batch, "numerics": numerics}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", default="8B-full,8B-lora,8B-4bit,80-full,80-lora")
@@ -100,9 +122,10 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results" / "laws.json")
     chosen = parser.parse_args()
     result = {"command": " ".join(["python bench/laws.py", *sys.argv[1:]]), "commit": commit(), "planned_for": chosen.machine, "batch": BATCH, "rows": []}
-    for name in chosen.rows.split(","):
+    names = list(SMALLER) if chosen.rows == "smaller" else chosen.rows.split(",")
+    for name in names:
         found = planned(name, chosen.machine, chosen.search, chosen.bits, int(chosen.least * 2**30), int(chosen.most * 2**30))
-        result["rows"].append({"row": name, "slower": slower(found), "higher": higher(found), "budgets": [asdict(one) for one in found]})
+        result["rows"].append({"row": name, **_told(name), "slower": slower(found), "higher": higher(found), "budgets": [asdict(one) for one in found]})
         print(f"{name}: {len(found)} budgets, slower than a smaller one {result['rows'][-1]['slower']}, higher peaks {result['rows'][-1]['higher']}", flush=True)
         chosen.out.write_text(json.dumps(result, indent=1) + "\n")
     return 0

@@ -51,6 +51,10 @@ ROWS = {
     "80-lora": Row(80, "lora r=16 all-linear", "bf16", "48GiB"),
 }
 _WIDTHS = {
+    8: {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32},  # a quarter of 8B
+    16: {"hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32},
+    22: {"hidden_size": 2048, "intermediate_size": 5632, "num_attention_heads": 32},
+    28: {"hidden_size": 3072, "intermediate_size": 8192, "num_attention_heads": 24},
     32: {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32},
     80: {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64},
 }
@@ -94,15 +98,15 @@ def described(row: Row) -> tuple[Any, Any, Any]:
     return config, lora, packed if row.weights != "bf16" else None
 
 
-def captured_step(row: Row, machine: str, search: str = "quick") -> Any:
+def captured_step(row: Row, machine: str, search: str = "quick", batch: tuple[int, int] = BATCH, numerics: str = "bitwise") -> Any:
     """The session that captured the row's step, a context."""
     from fxoffload.api import captured, planning_options
     from fxoffload.dry import model_without_weights
     from fxoffload.machine import load_machine
 
     planned_for, model = load_machine(machine), model_without_weights(*described(row))
-    options = planning_options(model, planned_for, row.budget, None, 0, "adamw", "auto", None, "bitwise", (), None, search=search)
-    return captured(model, BATCH, options, planned_for)
+    options = planning_options(model, planned_for, row.budget, None, 0, "adamw", "auto", None, numerics, (), None, search=search)
+    return captured(model, batch, options, planned_for)
 
 
 _PHASES = ("extraction", "solve", "lowering")

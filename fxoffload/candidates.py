@@ -22,6 +22,8 @@ from .spill import NEVER, Bytes, Ground, Scan, Schedule
 # The rewrites that plan-swap must see done.
 BEFORE_SWAPS = ("sink-gradients", "insert-checkpoint", "recompute")
 
+# The share of its bound, or of the best one's seconds, that a candidate may take more and is near it.
+NEAR = 1 / 100
 # The share of the budget left to copies that are under way: what is tried first, and what the best candidate is tried with then.
 _SLACK_SHARE = 1 / 16
 _REFINED_SHARES = (0.0, 1 / 32, 1 / 8)
@@ -126,7 +128,7 @@ def recomputed(problem: Problem, recipe: Recipe, decisions: tuple[Decision, ...]
     rates = Rates.of(schedule, context.bounds, problem.machine, context.swap_tier, problem.bucket_bytes, known)
     must = problem.resident if problem.resident is not None else problem.pinned_to_device | trained
     ground = schedule.ground(must)
-    return Recomputation(recipe, decisions, schedule, rates, must, Needs.of(schedule, ground, rates, free_names(problem)), {must: ground})
+    return Recomputation(recipe, decisions, schedule, rates, must, Needs.of(schedule, ground, rates, _may_reside(problem)), {must: ground})
 
 
 def least_s(problem: Problem, recomputation: Recomputation, budget_bytes: int, decisions: tuple[Decision, ...] | None = None) -> float:
@@ -203,11 +205,13 @@ def _fitting(problem: Problem, recomputation: Recomputation, resident: frozenset
 
 
 def refined(problem: Problem, best: Candidate, trained: frozenset[str], budget_bytes: int, packs: bool) -> Iterator[Candidate]:
-    """The candidate with other slack, with the parameters resident whose copies it waits for, and, where it `packs`, with values that
-    stay by their worth."""
+    """The candidate with the tables of lookups resident, where it hardly waits for copies, with other slack, with the parameters resident whose
+    copies it waits for, and, where it `packs`, with values that stay by their worth."""
+    recomputation, tables = best.recomputation, _may_reside(problem) & problem.table_names - best.resident
+    if tables and best.step_s <= least_s(problem, recomputation, budget_bytes) * (1 + NEAR):
+        yield _with_slack(problem, recomputation, best.resident | tables, budget_bytes)
     if not best.found.loads:
         return
-    recomputation = best.recomputation
     if problem.machine.overlaps:
         for share in _REFINED_SHARES:
             yield scanned(problem, recomputation, best.resident, budget_bytes, share)
@@ -396,13 +400,19 @@ def _filled(problem: Problem, candidate: Candidate, found: Scan, used: Bytes, bu
     recomputation = candidate.recomputation
     outside = candidate.outside_bytes + recomputation.ground(candidate.resident).fixed_bytes
     room, most = (problem.footprint.live_bytes(n) - outside for n in (budget_bytes, most_bytes))
-    more = filled(candidate.schedule, found, used, recomputation.rates, room, most, free_names(problem), problem.context.swapped_values)
+    more = filled(candidate.schedule, found, used, recomputation.rates, room, most, _may_reside(problem) - candidate.resident,
+                  problem.context.swapped_values)
     return more.found, candidate.resident | more.resident, outside + more.used_bytes
 
 
 def free_names(problem: Problem) -> frozenset[str]:
     """Frozen parameters that the planner may let reside."""
     return problem.free_names if problem.resident is None else frozenset()
+
+
+def _may_reside(problem: Problem) -> frozenset[str]:
+    """These, and tables that lookups read wherever they are: what memory is left for."""
+    return free_names(problem) | problem.table_names if problem.resident is None else frozenset()
 
 
 def residencies(problem: Problem, trained: frozenset[str]) -> Iterator[frozenset[str]]:

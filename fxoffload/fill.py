@@ -1,4 +1,5 @@
-"""What a scan loads again is kept instead, as far as memory is left: never slower, and with more memory never less of it.
+"""What a scan loads again is kept instead, and what lookups read on the host, as far as memory is left: never slower, and with more memory
+never less of it.
 
 Every stretch of time between two stays of a value is an item. In one order, which no budget changes, each item's threshold is the
 capacity from which on it and all items before it fit; what a capacity keeps is the items whose threshold it reaches. So what a
@@ -25,7 +26,8 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """Keeping `storage` on the device during the `spans`, which lie apart, saves `loads` and `spills`, `seconds` of the channels.
+    """Keeping `storage` on the device during the `spans`, which lie apart, saves `loads` and `spills`, `seconds` of the channels, or of lookups
+    that read it on the host.
 
     `resides`: with the `n_before` other items of this storage it is there for the whole step, so no copy of it is left.
     """
@@ -66,7 +68,7 @@ def filled(schedule: Schedule, found: Scan, used: Bytes, rates: Rates, capacity_
            may_reside: frozenset[str] = frozenset(), must_leave: frozenset[str] = frozenset()) -> Filled:
     """`found` with what fits `capacity_bytes`, beside the fixed inputs, of what would fit `most_bytes`, the largest capacity it is asked for.
 
-    `used`: the `used_bytes` of `found`. `may_reside`: names of inputs that may become resident; `must_leave`: of values that are to be swapped.
+    `used`: the `used_bytes` of `found`. `may_reside`: names of inputs that do not reside and may; `must_leave`: of values that are to be swapped.
     """
     used, n_events = used.copy(), len(schedule.events)
     taken: list[Item] = []
@@ -100,6 +102,10 @@ def _items(schedule: Schedule, found: Scan, rates: Rates, may_reside: frozenset[
         elif len(copies) == 1:
             spans = _before(there[storage], position[copies[0].start])
             yield Item(storage, spans, tuple(copies), (spills[storage],), rates.load_s(storage) + rates.spill_s(storage))
+    for storage in schedule.live.first:
+        if storage.name in rates.looked_up and storage.name in may_reside:
+            saved_s = sum(rates.event_s[at] - seconds for at, seconds in rates.looked_up[storage.name])
+            yield Item(storage, ((0, n_events),), (), (), saved_s, resides=True)
 
 
 def _inputs(storage: Storage, copies: list[Load], there: list[Span], position: dict[int, int], n_events: int, rates: Rates,

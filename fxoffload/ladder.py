@@ -1,10 +1,11 @@
 """The search: candidates under a ladder of budgets that depends on the problem alone, so that laws hold for any two budgets.
 
 Rungs are device budgets of few significant bits (24 GiB is one), and the least budget that works. The largest rung within a budget is
-searched with every recipe, then the smaller ones, until nothing they could give is faster (`floor.py`). From its rung on up to the
-next one a candidate is completed with what else the budget has room for (`fill.py`), which never makes it slower. So the candidates
-of a smaller budget are candidates of a larger one, which takes theirs where they are the fastest: more memory is never predicted
-slower. Of equals the first stays: it has the most memory and recomputes least.
+searched with every recipe, then the smaller ones, until nothing they could give is faster (`floor.py`), of large steps with the recipes
+that are hardly slower than the best. From its rung on up to the next one a candidate is completed with what else the
+budget has room for (`fill.py`), which never makes it slower. So the candidates of a smaller budget are candidates of a larger one, which
+takes theirs where they are the fastest: more memory is never predicted slower. Of equals the first stays: it has the most memory and
+recomputes least.
 """
 
 from __future__ import annotations
@@ -12,10 +13,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 
 from .candidates import (
-    Candidate, Recomputation, completed, free_names, least_s, packed_first, recomputed, refined, settled, swept, swept_near, unlimited_bytes,
+    NEAR, Candidate, Recomputation, completed, free_names, least_s, packed_first, recomputed, refined, settled, swept, swept_near, unlimited_bytes,
 )
 from .climb import climbed
 from .liveness import Liveness, liveness
@@ -28,39 +28,35 @@ from .recipes import MIDDLE, Recipe, beside, decided, every_recipe, in_parts, re
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How a step of up to `most_events` is searched: on rungs of so many significant `bits`, at most `n_rungs` of them.
+    """How a step of up to `most_events` is searched: on rungs of so many significant `bits`.
 
-    One more is searched where the best candidate is near its recipe's bound and not at it: less memory may do as well there, and what is found
-    on a rung is only about the best there is. `n_refined`: recipes of a rung, the fastest, that are refined. `n_tries`: where there are any,
-    values that stay by their worth are tried too, and the fastest is climbed from in so many tries. `spared`: the share of the best seconds that
-    no search is worth. 0 tries every recipe on every rung unless it is proven to give nothing faster, with every resident set; else until one
-    is slower (`Search._ways`), with resident sets near that of the recipe before, and on smaller rungs only the best one's. `packs`: then values
-    that stay by their worth are tried of every recipe.
+    `n_refined`: recipes of a rung, the fastest, that are refined. `n_tries`: where there are any, values that stay by their worth are tried too,
+    and the fastest is climbed from in so many tries. `every`: every recipe is tried on every rung unless it is proven to give nothing faster, with
+    every resident set; else those of a way until one is slower (`Search._ways`), with resident sets near that of the recipe before, and on smaller
+    rungs those that came near the best on the one before. `packs`: then values that stay by their worth are tried of every recipe.
     """
 
     most_events: int
     bits: int
-    n_rungs: int
     n_refined: int
     n_tries: int
-    spared: float
+    every: bool
     packs: bool = False
 
 
 # A scan takes milliseconds where all rungs are searched, steps of 1/64 to 1/32 or 1/16 to 1/8, and up to a tenth of a second on the others.
 _EFFORTS = (
-    Effort(250, 6, 1 << 60, 2, 30, 0.0), Effort(600, 4, 1 << 60, 2, 30, 0.0), Effort(1500, 4, 3, 1, 0, 1e-3, True),
-    Effort(6000, 4, 1, 1, 0, 1e-3, True), Effort(1 << 60, 4, 1, 1, 0, 1e-3))
+    Effort(250, 6, 2, 30, True), Effort(600, 4, 2, 30, True), Effort(6000, 4, 1, 0, False, True), Effort(1 << 60, 4, 1, 0, False))
 # What a climb goes through at least, over all its tries.
 _TRIED_EVENTS = 4000
 # Candidates of a recipe on a rung, the fastest, that are completed, because what more memory gives them is not alike.
 _COMPLETED = 3
 # Above this many times what all parameters and values take nothing binds, slack included.
 _AMPLE = 5 / 4
-# The share of a bound that a step may take more and is near it.
-_NEAR = 1 / 100
-# On rungs below the first the one recipe that is tried there is worth this much less: nothing is to be slower than with less memory.
-_BELOW = 1 / 100
+# The share of the best one's seconds that a recipe may take more on the largest rung and is tried on the one below.
+_FIRST_NEAR = 1 / 50
+# The share of them that a candidate may take more and is as good.
+_ALIKE = 1e-4
 # Numbers that rounding alone tells apart are equal.
 _ROUNDING = 1e-12
 
@@ -78,7 +74,8 @@ class OfRung:
 class Search:
     """`best`: the fastest candidate so far; `short`: those that do not fit, with the budget that each was tried under; `host_short_bytes`:
     what the host lacks at least for what else was tried; `near`: what resides in the fastest scan of the recipe before, which a large step's next
-    recipe is tried with first; `spared`: the share of the best seconds that no search is worth on this rung.
+    recipe is tried with first; `given`: the fastest candidate of each
+    recipe on this rung; `again`: those of the rung before that came near the best, the fastest first.
 
     `made`, `decisions`, `rungs`, `costs`: what every budget that is searched shares. What a budget gives does not depend on those before it.
     """
@@ -94,7 +91,8 @@ class Search:
     near: frozenset[str] | None = None
     costs: Costs = field(default_factory=dict)
     host_short_bytes: int = 0
-    spared: float = 0.0
+    given: dict[Recipe, Candidate] = field(default_factory=dict)
+    again: list[Candidate] | None = None
 
     def run(self, budget: int | None) -> None:
         """The search under `budget`, unlimited when None."""
@@ -102,37 +100,68 @@ class Search:
         if budget is None:
             self._accept(Recipe("all"), min(swept(self.problem, self._made(Recipe("all")), self.trained, None), key=_seconds))
             return
-        limit, bits = self.limit(budget), self.bits
-        for n_before, rung in enumerate(islice(rungs_within(limit, bits), self._effort.n_rungs + 1)):
-            above = rung + step_of(rung, bits)
-            self.spared = self._effort.spared * (_BELOW if n_before else 1)
-            if self.best is not None and self._all_slower(min(limit, above)):
-                return
-            if n_before == self._effort.n_rungs and not self._nears_its_bound(limit):
-                return
-            if not self._climb(rung, min(limit, above), above):
-                self._climb_least(rung, limit)
-                return
+        limit = self.limit(budget)
+        self._descend(list(rungs_within(limit, self.bits)), limit)
+
+    def _descend(self, rungs: Sequence[int], limit: int) -> None:
+        """Searches the largest of the rungs, then smaller ones as long as one gives something near the best. Where one is as good as the best, twice
+        as many are left out each time, and those between are searched only around the smallest that is still as good. That one's plan is taken:
+        whatever the budget above it, it is the same."""
+        found: list[Candidate] = []
+        # The number of the last rung that counts, of the first that does not, and of the first known not to be as good as the best.
+        last, end, worse, step = -1, len(rungs), len(rungs), 1
+        short = set[int]()
+        while last + 1 < end:
+            at = min(last + step, worse - 1) if last + 1 < worse else last + 1
+            above = rungs[at] + step_of(rungs[at], self.bits)
+            before, self.given = self.best, {}
+            slower = before is not None and self._all_slower(min(limit, above))
+            probes = last == 0 and not self._effort.every
+            if not slower and not self._climb(rungs[at], min(limit, above), above, refines=not probes):
+                short.add(at)
+            if probes and any(map(self._nears_best, self.given.values())):
+                self.again = None
+                self._climb(rungs[at], min(limit, above), above)
+            fastest = min(self.given.values(), key=_seconds, default=None)
+            alike = self._is_alike(fastest) and self._is_alike(before)
+            if slower or at in short or last >= 0 and not self._nears_best(fastest):
+                end, worse, step = at, min(worse, at), max(1, step // 2)
+            elif not alike and at > last + 1:
+                worse, step = at, max(1, step // 2)
+            else:
+                found += [fastest] if fastest is not None else []
+                share = NEAR if last >= 0 else _FIRST_NEAR
+                self.again = sorted((one for one in self.given.values() if self._nears_best(one, share)), key=_seconds)
+                step, worse = (2 * step, worse) if alike else (1, end)
+                last = at
+        if end in short:
+            self._climb_least(rungs[end], limit)
+        self.best = next(filter(self._is_alike, reversed(found)), self.best)
 
     def begin(self) -> None:
         """Forgets what was found under another budget."""
         self.best, self.short, self.tried, self.host_short_bytes, self.near = None, [], [], 0, None
-        self.spared = self._effort.spared
+        self.given, self.again = {}, None
 
     def limit(self, budget: int) -> int:
         """The budget, or one above which nothing binds where that is less."""
         return budget if budget <= self._binding_bytes else min(budget, self.ample_bytes)
 
-    def _climb(self, rung: int, budget: int, above: int) -> bool:
-        """Searches one rung for what to complete under `budget`, within the rung above; False when nothing fits it."""
+    def _climb(self, rung: int, budget: int, above: int, refines: bool = True) -> bool:
+        """Searches one rung for what to complete under `budget`, within the rung above; False when nothing fits it. Nothing is refined unless it
+        `refines`."""
+        start: Candidate | None = None
+        if self.again is None:
+            self.near = None
         found: list[tuple[Recipe, list[Candidate]]] = []
         decisions: list[tuple[Decision, ...]] = []
         for way in self._ways(budget):
+            before = start
             for recipe in way:
                 if self._decided(recipe) in decisions:
                     continue
                 decisions.append(self._decided(recipe))
-                before, slower_s = self.best, self._slower_s(recipe, budget)
+                slower_s = self._slower_s(recipe, budget)
                 if slower_s is not None:
                     self.tried.append(Tried(str(recipe), 0, slower_s, None))
                     continue
@@ -143,12 +172,15 @@ class Search:
                     continue
                 self._complete(recipe, fit, budget, above)
                 found.append((recipe, fit.fitting))
-                if self._effort.spared:
+                if not self._effort.every:
                     self.near = fit.fitting[0].resident
-                if self._effort.spared and before is not None and self.best is before and not fit.fitting[0].host_short_bytes(self.problem):
-                    break  # the next ones recompute less
-        for recipe, fitting in sorted(found, key=lambda one: (one[1][0].host_short_bytes(self.problem), one[1][0].step_s))[: self._effort.n_refined]:
-            if self._slower_s(recipe, budget) is None:
+                given = self.given.get(recipe)
+                if not self._effort.every and before is not None and given is not None and given.step_s >= before.step_s:
+                    break
+                before = given or before
+                start = start or given
+        for recipe, fitting in sorted(found, key=lambda one: (one[1][0].host_short_bytes(self.problem), one[1][0].step_s))[: self._effort.n_refined if refines else 0]:
+            if (self.again is None or self._nears_best(self.given.get(recipe))) and self._slower_s(recipe, budget) is None:
                 self._complete(recipe, self._others(recipe, rung, fitting), budget, above)
         return bool(found)
 
@@ -163,7 +195,7 @@ class Search:
         """What the recipe gives on a rung; all candidates are told."""
         made, of = self._made(recipe), (recipe, rung, () if self.near is None else (self.near,), False)
         if of not in self.rungs:
-            small = not self._effort.spared
+            small = self._effort.every
             tried = list(swept(self.problem, made, self.trained, rung) if small else swept_near(self.problem, made, self.trained, rung, self.near))
             # What is packed has filled its memory: what it could be completed with is no measure of it, nor of the others.
             packed = list(packed_first(self.problem, made, rung)) if self._effort.packs else []
@@ -195,19 +227,22 @@ class Search:
     def _complete(self, recipe: Recipe, found: OfRung, budget: int, above: int) -> None:
         """Accepts candidates of a rung with what else there is room for."""
         for one in found.settled:
-            self._accept(recipe, completed(self.problem, one, budget, above))
+            candidate = completed(self.problem, one, budget, above)
+            if not candidate.host_short_bytes(self.problem):
+                self.given[recipe] = min(self.given.get(recipe, candidate), candidate, key=_seconds)
+            self._accept(recipe, candidate)
 
     def _ways(self, budget: int) -> Iterator[list[Recipe]]:
         """The recipes in the orders in which they are tried. Where not all are: the one of the middle price; from the one that recomputes
         most down to it, from it down to none, it in fewer and fewer blocks, each way as long as that is faster than all before; and where
         the best one is in fewer blocks, it in some more and in some less. Where little but recomputing is waited for, far fewer blocks are
         likely: a quarter comes first, since what it takes is mostly less than a half of them must, and three quarters last, if at all."""
-        if not self._effort.spared:
+        if self._effort.every:
             ordered = recipes_of_small(self.problem)
             binds = self._least_s(ordered[0], budget) > self._least_s(ordered[-1], budget)
             yield ordered[::-1] if binds else ordered
-        elif self.best is not None:
-            yield [self.best.recomputation.recipe]
+        elif self.again is not None:
+            yield from ([one.recomputation.recipe] for one in self.again)
         else:
             ordered = recipes(self.problem)
             middle = next((i for i, one in enumerate(ordered) if one.keep == "blocks" and one.price == MIDDLE), len(ordered) - 1)
@@ -224,9 +259,17 @@ class Search:
             if self.best is not None:
                 yield from ([one] for one in beside(self.best.recomputation.recipe, ordered))
 
+    def _nears_best(self, candidate: Candidate | None, share: float = NEAR) -> bool:
+        """Whether a large step's candidate takes hardly longer than the best one. Small steps are searched whatever a rung gave."""
+        return self._effort.every or self.best is None or candidate is not None and candidate.step_s <= self.best.step_s * (1 + share)
+
+    def _is_alike(self, candidate: Candidate | None) -> bool:
+        """Whether a large step's candidate is as good as the best one."""
+        return not self._effort.every and candidate is not None and self.best is not None and candidate.step_s <= self.best.step_s * (1 + _ALIKE)
+
     def _nears_its_bound(self, budget: int) -> bool:
         """Whether the best candidate takes hardly longer than any of its recipe must."""
-        return self.best is not None and self.best.step_s <= least_s(self.problem, self.best.recomputation, budget) * (1 + _NEAR)
+        return self.best is not None and self.best.step_s <= least_s(self.problem, self.best.recomputation, budget) * (1 + NEAR)
 
     def _climb_least(self, rung: int, limit: int) -> None:
         """Where nothing fits a rung, the least budget that works is one."""
@@ -261,13 +304,13 @@ class Search:
         None where no bound does. It does not matter whether the recipe's own graph was made before, for another budget."""
         if self.best is None:
             return None
-        limit_s = self.best.step_s * (1 - max(self.spared, _ROUNDING))
+        limit_s = self.best.step_s * (1 - _ROUNDING)
         step_s = self._bound_s(recipe, budget, limit_s)
         return step_s if step_s >= limit_s else None
 
     def none_faster(self, budget: int, than_s: float) -> bool:
         """Whether bounds say that nothing any recipe gives under `budget` is faster."""
-        every = every_recipe(self.problem) if self._effort.spared else recipes_of_small(self.problem)
+        every = recipes_of_small(self.problem) if self._effort.every else every_recipe(self.problem)
         return all(self._bound_s(recipe, budget, than_s) >= than_s for recipe in every)
 
     def _bound_s(self, recipe: Recipe, budget: int, enough_s: float) -> float:

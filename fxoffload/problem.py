@@ -75,8 +75,16 @@ class Problem:
     @functools.cached_property
     def free_names(self) -> frozenset[str]:
         """Frozen parameters that ops read and no pin keeps off the device."""
+        return self._frozen(looked_up=False)
+
+    @functools.cached_property
+    def table_names(self) -> frozenset[str]:
+        """Frozen parameters that lookups alone read and no pin keeps off the device, where they need not be."""
+        return self._frozen(looked_up=True)
+
+    def _frozen(self, looked_up: bool) -> frozenset[str]:
         inputs = (n for n in self.graph.find_nodes(op="placeholder") if info(n).role is Role.PARAMETER)
-        used = {info(n).fqn for n in inputs if n.users and not only_looked_up(n)}
+        used = {info(n).fqn for n in inputs if n.users and only_looked_up(n) is looked_up}
         free = (p for p in self.parameters.values() if p.fqn in used and not p.trainable)
         return frozenset(p.fqn for p in free if p.fqn not in self.pinned_to_host)
 

@@ -1,0 +1,86 @@
+"""Which rungs the search of a large step visits below its budget's own, and whose plan it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fxoffload import ladder
+from fxoffload.ladder import Search, rungs_within
+from fxoffload.recipes import Recipe
+
+GIB = 1 << 30
+RUNGS = sorted(rung for rung in rungs_within(64 * GIB, 4) if rung >= GIB)
+
+
+def descended(budget: int, seconds: Callable[[int], float | None], floor: Callable[[int], float] = lambda _: 0.0) -> tuple[float | None, list[int]]:
+    """The seconds of the plan taken under the budget, and the rungs that were searched, where a rung gives so many, or nothing."""
+    search: Any = Search(mock.Mock(), frozenset())
+    visited: list[int] = []
+    search.__dict__["_effort"] = ladder._EFFORTS[-1]
+
+    def climb(rung: int, *_: int, refines: bool = True) -> bool:
+        if rung not in visited[-1:]:
+            visited.append(rung)
+        found = seconds(rung)
+        search.given = {} if found is None else {Recipe("all"): SimpleNamespace(step_s=found)}
+        for one in search.given.values():
+            search.best = one if search.best is None or one.step_s < search.best.step_s else search.best
+        return found is not None
+
+    def slower(above: int) -> bool:
+        return search.best is not None and (search.again == [] or floor(above) >= search.best.step_s)
+
+    with (mock.patch.object(search, "_climb", climb), mock.patch.object(search, "_all_slower", slower),
+          mock.patch.object(search, "_climb_least", lambda rung, _: visited.append(-rung))):
+        search._descend([rung for rung in RUNGS[::-1] if rung <= budget], budget)
+    return None if search.best is None else search.best.step_s, visited
+
+
+def test_few_rungs_of_a_plateau_are_searched_and_its_least_one_gives_the_plan() -> None:
+    """As good as the best from 8 GiB on: each rung by a little that says nothing."""
+    def seconds(rung: int) -> float:
+        return 1.0 + 1e-6 * (RUNGS.index(rung) % 7) if rung >= 8 * GIB else 1.5
+
+    found = {gib: descended(gib * GIB, seconds) for gib in (9, 10, 13, 24, 40, 64)}
+    assert {taken for taken, _ in found.values()} == {seconds(8 * GIB)}
+    n_rungs = sum(8 * GIB <= rung <= 64 * GIB for rung in RUNGS)
+    assert len(set(found[64][1])) <= 12 < n_rungs
+
+
+def test_every_rung_near_the_best_is_searched_where_none_is_as_good() -> None:
+    """A smaller rung may give a faster plan."""
+    given = {16: 1.0, 15: 1.004, 14: 0.995, 13: 1.002, 12: 1.2, 11: 0.5}
+    taken, visited = descended(16 * GIB, lambda rung: given.get(rung // GIB, 3.0))
+    assert taken == 0.995
+    assert visited == [n * GIB for n in (16, 15, 14, 13, 12)]  # what follows 12 GiB is not looked at
+
+
+def test_nothing_is_searched_that_a_bound_says_is_slower() -> None:
+    assert descended(16 * GIB, lambda _: 1.0, lambda above: 1.0 if above <= 15 * GIB else 0.9) == (1.0, [16 * GIB, 15 * GIB])
+
+
+def test_below_the_last_rung_that_works_the_least_budget_is_searched() -> None:
+    """Also where larger steps had gone past it."""
+    taken, visited = descended(64 * GIB, lambda rung: 1.0 if rung >= 10 * GIB else None)
+    assert taken == 1.0
+    assert visited[-1] == -9 * GIB
+    assert descended(8 * GIB, lambda _: None) == (None, [8 * GIB, -8 * GIB])
+
+
+@settings(deadline=None)
+@given(st.integers(0, 1 << 30), st.lists(st.sampled_from([0.0, 0.0, 0.0, 0.02, 0.3]), min_size=len(RUNGS), max_size=len(RUNGS)))
+def test_more_memory_is_never_slower_whatever_plateaus_there_are(seed: int, drops: list[float]) -> None:
+    """Steps down with more memory, or none but for less than what counts as alike."""
+    curve, level = dict[int, float](), 100.0
+    for i, (rung, drop) in enumerate(zip(RUNGS, drops, strict=True)):
+        level *= 1 - drop
+        curve[rung] = level * (1 + 4e-5 * ((seed >> i % 30) & 1))
+    taken = [descended(rung, curve.__getitem__)[0] for rung in RUNGS]
+    for smaller, larger in zip(taken, taken[1:]):
+        assert smaller is not None and larger is not None and larger <= smaller
