@@ -19,7 +19,7 @@ from fxoffload.effects import Tier
 from fxoffload.liveness import Kind, liveness
 from fxoffload.lookups import solve_looked_up
 from fxoffload.machine import load_machine
-from fxoffload.planner import solve
+from fxoffload.planner import Solution, solve
 from fxoffload.plans import Gather, Lookup, Plan
 from fxoffload.runtime.host_memory import HostMemory
 from fxoffload.runtime.transfers import StreamEngine, SynchronousEngine
@@ -107,6 +107,53 @@ def test_a_table_that_comes_to_reside_is_priced_where_it_lies_then() -> None:
         found = solve_looked_up(session.study.planning.problem(session.study.captured), solve)
     assert "table.weight" in found.resident and any(isinstance(one, Lookup) for one in found.decisions)
     assert found.estimated_s == pytest.approx(found.simulation.step_s, rel=1e-9)
+
+
+def test_a_table_resides_where_memory_is_left_though_other_parameters_are_copied() -> None:
+    model = Tagger(1 << 15)
+    model.table.requires_grad_(False)
+    machine = replace(load_machine("h200"), dispatch_s=None)
+    pins = [*PINS[1:], *(fxoffload.pin(f"{name}.*", "device") for name in ("mix", "head"))]
+    options = planning_options(model, machine, "1GiB", None, 0, "adamw", "auto", None, "bitwise", pins)
+    with captured(model, (ids().repeat(1, 64),), options, machine) as session:
+        planning, graph = session.study.planning, session.study.captured
+        ample = solve_looked_up(planning.problem(graph), solve)
+        tight = solve_looked_up(replace(planning, budgets=replace(planning.budgets, device_bytes=_without_table(ample, model))).problem(graph), solve)
+    assert "table.weight" in ample.resident and "table.weight" not in tight.resident
+    assert all(any(isinstance(one, Lookup) for one in found.decisions) for found in (ample, tight))
+    assert ample.simulation.step_s < tight.simulation.step_s
+    assert ample.estimated_s == pytest.approx(ample.simulation.step_s, rel=1e-9)
+
+
+def _without_table(found: Solution, model: Tagger) -> int:
+    """What the plan takes, but for half of the table."""
+    return found.simulation.device_peak_bytes - model.table.weight.nbytes // 2
+
+
+@pytest.mark.gpu
+def test_training_with_a_table_that_is_looked_up_and_resides_has_the_bits_of_the_plain_model() -> None:
+    torch.manual_seed(0)
+    model = Tagger()
+    model.table.requires_grad_(False)
+    plain, batches = copy.deepcopy(model).to("cuda"), [ids(seed=i).to("cuda") for i in range(4)]
+    ours = fxoffload.compile(model, batches[0], device="cuda", device_budget="1GiB", pins=PINS[1:], dynamic=False)
+    (graph,) = ours.fxoffload.graphs.values()
+    assert len(graph.find_nodes(op="call_function", target=ops.lookup)) == 1
+    assert "table.weight" in {one.value for one in ours.fxoffload.plan.residency if one.tier is Tier.DEVICE}
+    assert gradients(ours, batches) == gradients(plain, batches)
+    ours.fxoffload.close()
+
+
+def gradients(model: nn.Module, batches: Sequence[torch.Tensor]) -> list[list[float]]:
+    """Of every batch, the loss and the gradients of what is trained."""
+    found = []
+    for batch in batches:
+        loss = model(batch)
+        loss.backward()
+        trained = [p for p in model.parameters() if p.requires_grad]
+        found.append([loss.item(), *(n for p in trained for n in p.grad.flatten().tolist())])
+        model.zero_grad()
+    return found
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["apart", "tied"])
