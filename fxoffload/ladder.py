@@ -11,6 +11,7 @@ recomputes least.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -53,10 +54,12 @@ _TRIED_EVENTS = 4000
 _COMPLETED = 3
 # Above this many times what all parameters and values take nothing binds, slack included.
 _AMPLE = 5 / 4
-# The share of the best one's seconds that a recipe may take more on the largest rung and is tried on the one below.
-_FIRST_NEAR = 1 / 50
+# The share of the best one's seconds that a recipe may take more on the largest rung, or on the next ones, and is tried on the one below.
+_FIRST_NEAR, _FURTHER_NEAR = 1 / 50, 1 / 1000
 # The share of them that a candidate may take more and is as good.
 _ALIKE = 1e-4
+# Candidates that are lowered at most when the best one does not fit at its offsets.
+_INSTEAD = 2
 # Numbers that rounding alone tells apart are equal.
 _ROUNDING = 1e-12
 
@@ -74,8 +77,9 @@ class OfRung:
 class Search:
     """`best`: the fastest candidate so far; `short`: those that do not fit, with the budget that each was tried under; `host_short_bytes`:
     what the host lacks at least for what else was tried; `near`: what resides in the fastest scan of the recipe before, which a large step's next
-    recipe is tried with first; `given`: the fastest candidate of each
-    recipe on this rung; `again`: those of the rung before that came near the best, the fastest first.
+    recipe is tried with first; `given`: the fastest candidate of each recipe on this rung; `own_s`: the fewest seconds within the rung itself;
+    `offered`: all that could be the best; `near_share`: the share of the best seconds that counts as hardly more; `again`: candidates of the rung
+    before that came near the best, the fastest first, None on the largest one.
 
     `made`, `decisions`, `rungs`, `costs`: what every budget that is searched shares. What a budget gives does not depend on those before it.
     """
@@ -92,6 +96,9 @@ class Search:
     costs: Costs = field(default_factory=dict)
     host_short_bytes: int = 0
     given: dict[Recipe, Candidate] = field(default_factory=dict)
+    offered: list[Candidate] = field(default_factory=list)
+    own_s: float = math.inf
+    near_share: float = NEAR
     again: list[Candidate] | None = None
 
     def run(self, budget: int | None) -> None:
@@ -104,34 +111,37 @@ class Search:
         self._descend(list(rungs_within(limit, self.bits)), limit)
 
     def _descend(self, rungs: Sequence[int], limit: int) -> None:
-        """Searches the largest of the rungs, then smaller ones as long as one gives something near the best. Where one is as good as the best, twice
-        as many are left out each time, and those between are searched only around the smallest that is still as good. That one's plan is taken:
-        whatever the budget above it, it is the same."""
+        """Searches the largest of the rungs, then the next, as long as what a rung gives within itself is hardly slower than the best. Where it is as
+        good, twice as many are left out each time, and those between are searched only around the smallest that is still as good. That one's plan is
+        taken: whatever the budget above it, it is the same."""
         found: list[Candidate] = []
         # The number of the last rung that counts, of the first that does not, and of the first known not to be as good as the best.
         last, end, worse, step = -1, len(rungs), len(rungs), 1
-        short = set[int]()
+        short, far = set[int](), frozenset[Recipe]()
         while last + 1 < end:
             at = min(last + step, worse - 1) if last + 1 < worse else last + 1
             above = rungs[at] + step_of(rungs[at], self.bits)
-            before, self.given = self.best, {}
+            before, self.given, self.own_s = self.best, {}, math.inf
             slower = before is not None and self._all_slower(min(limit, above))
-            probes = last == 0 and not self._effort.every
+            probes, self.near_share = last == 0 and not self._effort.every, NEAR if last <= 0 else _FURTHER_NEAR
             if not slower and not self._climb(rungs[at], min(limit, above), above, refines=not probes):
                 short.add(at)
             if probes and any(map(self._nears_best, self.given.values())):
                 self.again = None
-                self._climb(rungs[at], min(limit, above), above)
+                self._climb(rungs[at], min(limit, above), above, without=far)
             fastest = min(self.given.values(), key=_seconds, default=None)
-            alike = self._is_alike(fastest) and self._is_alike(before)
+            alike = self._is_within(self.own_s, _ALIKE) and self._is_alike(before)
             if slower or at in short or last >= 0 and not self._nears_best(fastest):
                 end, worse, step = at, min(worse, at), max(1, step // 2)
             elif not alike and at > last + 1:
                 worse, step = at, max(1, step // 2)
             else:
                 found += [fastest] if fastest is not None else []
-                share = NEAR if last >= 0 else _FIRST_NEAR
-                self.again = sorted((one for one in self.given.values() if self._nears_best(one, share)), key=_seconds)
+                self.near_share = _FURTHER_NEAR if last >= 0 else _FIRST_NEAR
+                far = frozenset(recipe for recipe, one in self.given.items() if not self._nears_best(one))
+                self.again = sorted((one for recipe, one in self.given.items() if recipe not in far), key=_seconds)
+                if last >= 0 and not self._effort.every and not self._is_within(self.own_s, _FURTHER_NEAR):
+                    end = at + 1
                 step, worse = (2 * step, worse) if alike else (1, end)
                 last = at
         if end in short:
@@ -141,15 +151,24 @@ class Search:
     def begin(self) -> None:
         """Forgets what was found under another budget."""
         self.best, self.short, self.tried, self.host_short_bytes, self.near = None, [], [], 0, None
-        self.given, self.again = {}, None
+        self.given, self.offered, self.again = {}, [], None
+
+    @property
+    def instead(self) -> tuple[Candidate, ...]:
+        """The next ones that are as good as a large step's best candidate: they may fit at their offsets where that does not."""
+        if self.best is None:
+            return ()
+        others = {(one.step_s, one.live_bytes): one for one in self.offered if self._is_alike(one)}
+        others.pop((self.best.step_s, self.best.live_bytes), None)
+        return tuple(sorted(others.values(), key=lambda one: (one.step_s, one.live_bytes)))[:_INSTEAD]
 
     def limit(self, budget: int) -> int:
         """The budget, or one above which nothing binds where that is less."""
         return budget if budget <= self._binding_bytes else min(budget, self.ample_bytes)
 
-    def _climb(self, rung: int, budget: int, above: int, refines: bool = True) -> bool:
+    def _climb(self, rung: int, budget: int, above: int, refines: bool = True, without: frozenset[Recipe] = frozenset()) -> bool:
         """Searches one rung for what to complete under `budget`, within the rung above; False when nothing fits it. Nothing is refined unless it
-        `refines`."""
+        `refines`; recipes `without` which it does are passed over."""
         start: Candidate | None = None
         if self.again is None:
             self.near = None
@@ -158,7 +177,7 @@ class Search:
         for way in self._ways(budget):
             before = start
             for recipe in way:
-                if self._decided(recipe) in decisions:
+                if recipe in without or self._decided(recipe) in decisions:
                     continue
                 decisions.append(self._decided(recipe))
                 slower_s = self._slower_s(recipe, budget)
@@ -229,7 +248,9 @@ class Search:
         for one in found.settled:
             candidate = completed(self.problem, one, budget, above)
             if not candidate.host_short_bytes(self.problem):
+                self.own_s = min(self.own_s, one.step_s)
                 self.given[recipe] = min(self.given.get(recipe, candidate), candidate, key=_seconds)
+                self.offered.append(candidate)
             self._accept(recipe, candidate)
 
     def _ways(self, budget: int) -> Iterator[list[Recipe]]:
@@ -259,13 +280,17 @@ class Search:
             if self.best is not None:
                 yield from ([one] for one in beside(self.best.recomputation.recipe, ordered))
 
-    def _nears_best(self, candidate: Candidate | None, share: float = NEAR) -> bool:
+    def _nears_best(self, candidate: Candidate | None) -> bool:
         """Whether a large step's candidate takes hardly longer than the best one. Small steps are searched whatever a rung gave."""
-        return self._effort.every or self.best is None or candidate is not None and candidate.step_s <= self.best.step_s * (1 + share)
+        return self._effort.every or self.best is None or candidate is not None and self._is_within(candidate.step_s, self.near_share)
 
     def _is_alike(self, candidate: Candidate | None) -> bool:
         """Whether a large step's candidate is as good as the best one."""
-        return not self._effort.every and candidate is not None and self.best is not None and candidate.step_s <= self.best.step_s * (1 + _ALIKE)
+        return candidate is not None and self._is_within(candidate.step_s, _ALIKE)
+
+    def _is_within(self, seconds: float, share: float) -> bool:
+        """Whether a large step's seconds are more than those of the best candidate by at most a share of them."""
+        return not self._effort.every and self.best is not None and seconds <= self.best.step_s * (1 + share)
 
     def _nears_its_bound(self, budget: int) -> bool:
         """Whether the best candidate takes hardly longer than any of its recipe must."""

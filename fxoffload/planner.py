@@ -118,13 +118,14 @@ def attempts(problem: Problem, known: Searches | None = None) -> Iterator[Chosen
 class Chosen:
     """The fastest candidate under a live budget, and all that were tried: a Solution to be, if its values keep to the budget at their offsets.
 
-    `after_s`: of the optimizer's step.
+    `after_s`: of the optimizer's step. `instead`: others that are as good.
     """
 
     candidate: Candidate
     budget: int | None
     tried: tuple[Tried, ...]
     after_s: float
+    instead: tuple[Candidate, ...] = ()
 
     @property
     def total_s(self) -> float:
@@ -143,7 +144,7 @@ class Chosen:
             else:
                 search.run(budget)
             if search.best is not None:
-                one = Chosen(search.best, budget, tuple(search.tried), after_s)
+                one = Chosen(search.best, budget, tuple(search.tried), after_s, search.instead)
                 found = one if found is None or one.total_s < found.total_s else found
                 if not problem.thorough:
                     break  # few enough to reside
@@ -170,13 +171,16 @@ def _placed_within(problem: Problem, searches: Sequence[AnySearch], budget: int)
     """The candidates of live budgets, the largest first, whose values may keep to `budget` at their offsets.
 
     Live budgets are rungs that no budget changes, and the least one that works: so a larger budget has the plans of a smaller one to
-    choose from, and of two plans the one that takes less is taken only where the other does not fit.
+    choose from, and of two plans the one that takes less is taken only where the other does not fit. What is as good as the one of a live budget
+    comes before that of the next, unless this is faster.
     """
-    over = None
+    over, instead = None, list[Chosen]()
     for chosen in _of_live_budgets(problem, searches, budget):
-        over = chosen
+        yield from (one for one in instead if one.total_s <= chosen.total_s and least_taken_bytes(problem, one.candidate) <= budget)
+        over, instead = chosen, [replace(chosen, candidate=one, instead=()) for one in chosen.instead]
         if least_taken_bytes(problem, chosen.candidate) <= budget:
             yield chosen
+    yield from (one for one in instead if least_taken_bytes(problem, one.candidate) <= budget)
     assert over is not None
     over_bytes = over.lowered(problem).simulation.device_peak_bytes - budget
     raise PlanError(

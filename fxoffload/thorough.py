@@ -96,6 +96,7 @@ class ThoroughSearch:
     rungs: dict[int, Alone] = field(default_factory=dict)
     whole: dict[int, Fastest] = field(default_factory=dict)
     search: OneRung = field(init=False)
+    instead: tuple[Candidate, ...] = field(default=(), init=False)
 
     def __post_init__(self) -> None:
         self.search = OneRung(self.problem, self.trained)

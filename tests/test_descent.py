@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+import math
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -24,11 +25,11 @@ def descended(budget: int, seconds: Callable[[int], float | None], floor: Callab
     visited: list[int] = []
     search.__dict__["_effort"] = ladder._EFFORTS[-1]
 
-    def climb(rung: int, *_: int, refines: bool = True) -> bool:
+    def climb(rung: int, *_: int, **_named: object) -> bool:
         if rung not in visited[-1:]:
             visited.append(rung)
         found = seconds(rung)
-        search.given = {} if found is None else {Recipe("all"): SimpleNamespace(step_s=found)}
+        search.given, search.own_s = ({}, math.inf) if found is None else ({Recipe("all"): SimpleNamespace(step_s=found)}, found)
         for one in search.given.values():
             search.best = one if search.best is None or one.step_s < search.best.step_s else search.best
         return found is not None
@@ -55,10 +56,11 @@ def test_few_rungs_of_a_plateau_are_searched_and_its_least_one_gives_the_plan() 
 
 def test_every_rung_near_the_best_is_searched_where_none_is_as_good() -> None:
     """A smaller rung may give a faster plan."""
-    given = {16: 1.0, 15: 1.004, 14: 0.995, 13: 1.002, 12: 1.2, 11: 0.5}
+    given = {16: 1.0, 15: 1.0007, 14: 0.995, 13: 0.9957, 12: 0.997, 11: 0.5}
     taken, visited = descended(16 * GIB, lambda rung: given.get(rung // GIB, 3.0))
     assert taken == 0.995
     assert visited == [n * GIB for n in (16, 15, 14, 13, 12)]  # what follows 12 GiB is not looked at
+    assert descended(16 * GIB, lambda rung: 1.0 if rung >= 16 * GIB else 1.002) == (1.0, [16 * GIB, 15 * GIB])
 
 
 def test_nothing_is_searched_that_a_bound_says_is_slower() -> None:
