@@ -155,10 +155,11 @@ class Search:
 
     @property
     def instead(self) -> tuple[Candidate, ...]:
-        """The next ones that are as good as a large step's best candidate: they may fit at their offsets where that does not."""
+        """The next ones that are as good as a large step's best candidate, none faster: they may fit at their offsets where that does not. (A faster one
+        would make a budget faster than larger ones, where that best candidate fits.)"""
         if self.best is None:
             return ()
-        others = {(one.step_s, one.live_bytes): one for one in self.offered if self._is_alike(one)}
+        others = {(one.step_s, one.live_bytes): one for one in self.offered if self._is_alike(one) and one.step_s >= self.best.step_s}
         others.pop((self.best.step_s, self.best.live_bytes), None)
         return tuple(sorted(others.values(), key=lambda one: (one.step_s, one.live_bytes)))[:_INSTEAD]
 
