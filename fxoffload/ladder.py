@@ -34,7 +34,8 @@ class Effort:
     `n_refined`: recipes of a rung, the fastest, that are refined. `n_tries`: where there are any, values that stay by their worth are tried too,
     and the fastest is climbed from in so many tries. `every`: every recipe is tried on every rung unless it is proven to give nothing faster, with
     every resident set; else those of a way until one is slower (`Search._ways`), with resident sets near that of the recipe before, and on smaller
-    rungs those that came near the best on the one before. `packs`: then values that stay by their worth are tried of every recipe.
+    rungs those that came near the best on the one before. `packs`: then values that stay by their worth are tried of every recipe, and on the
+    second rung, if one came near, the recipes that no way came to on the first.
     """
 
     most_events: int
@@ -123,7 +124,10 @@ class Search:
             above = rungs[at] + step_of(rungs[at], self.bits)
             before, self.given, self.own_s = self.best, {}, math.inf
             slower = before is not None and self._all_slower(min(limit, above))
-            probes, self.near_share = last == 0 and not self._effort.every, NEAR if last <= 0 else _FURTHER_NEAR
+            self.near_share = NEAR if last <= 0 else _FURTHER_NEAR
+            probes = last == 0 and self._effort.packs
+            if last == 0 and not probes:
+                self.near = None
             if not slower and not self._climb(rungs[at], min(limit, above), above, refines=not probes):
                 short.add(at)
             if probes and any(map(self._nears_best, self.given.values())):
