@@ -1,7 +1,7 @@
 """What more device memory is predicted to give: a step planned for one budget after the other, and where a law does not hold.
 
     python bench/laws.py [--rows 8B-lora,80-full] [--machine h200] [--search quick|thorough] [--bits 4] [--least 5] [--most 80] [--out FILE]
-    python bench/laws.py --rows smaller --bits 5 --least 2.5 --out bench/results/laws_smaller.json
+    python bench/laws.py --rows smaller --bits 5 --least 2.5 --most 40 --out bench/results/laws_smaller.json
 
 Budgets, in GiB, are the rungs of the quick search's own ladder, numbers of 4 significant bits; of more bits, budgets between them too. `slower`:
 budgets predicted slower than a smaller one, the optimizer's step included, by which share of the step without it; `higher`: smaller budgets with a higher predicted peak

@@ -411,7 +411,7 @@ def free_names(problem: Problem) -> frozenset[str]:
 
 
 def _may_reside(problem: Problem) -> frozenset[str]:
-    """These, and tables that lookups read wherever they are: what memory is left for."""
+    """Frozen parameters that the planner may let reside, and tables that lookups read wherever they are: what memory is left for."""
     return free_names(problem) | problem.table_names if problem.resident is None else frozenset()
 
 

@@ -110,7 +110,7 @@ def test_more_memory_is_never_predicted_slower_and_less_never_has_a_higher_peak(
 @pytest.mark.slow
 @pytest.mark.integration
 def test_a_large_step_is_never_predicted_slower_with_more_memory() -> None:
-    """Its smaller rungs are searched with one recipe, and not all of them (`ladder.Effort`)."""
+    """Its smaller rungs are searched with few recipes, and not all of them (`ladder.Effort`)."""
     config = transformers.LlamaConfig(
         hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32, num_key_value_heads=8, vocab_size=128256,
         max_position_embeddings=4096, dtype=torch.bfloat16)
