@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 import torch.fx as fx
 
-from . import functions, neutral, ops
+from . import functions, masks, neutral, ops
 from .cost import host_tier
 from .effects import Channel, Tier
 from .graph import Bounds, Role, draws, info, is_random, name_of, op_name, remembered, tensors_in
@@ -60,6 +60,8 @@ def _obstacle(node: fx.Node) -> str | None:
         return "reads a value on the host"
     if has_unbacked_sizes(node.meta.get("val")):
         return _SIZES
+    if masks.counts_true(node):
+        return "counts the true elements of a mask"
     if spec is not None and spec.channel in (Channel.H2D, Channel.D2H) and host_tier(node, spec) is not Tier.PINNED:
         return f"copies from or to {host_tier(node, spec)} memory"
     if node.target is ops.lookup and info(node.args[0]).tier not in (Tier.DEVICE, Tier.PINNED):  # type: ignore[arg-type]

@@ -11,7 +11,7 @@ import operator
 import torch
 import torch.fx as fx
 
-from fxoffload import joint, ops
+from fxoffload import joint, masks, ops
 from fxoffload.graph import Role, border_of, copy_node, info, is_random, is_returned, is_symbol, operands, same_form
 from fxoffload.liveness import is_view
 from fxoffload.pipeline import Context, Pass
@@ -32,6 +32,7 @@ def run(graph: fx.Graph, ctx: Context) -> fx.Graph:
     for node in list(graph.nodes):
         if node.op == "call_function":
             _simplify(graph, node)
+    masks.say_numbers(graph)
     _merge_duplicates(graph)
     graph.eliminate_dead_code(_is_impure)
     _ask_sizes_at_once(graph)
@@ -56,6 +57,8 @@ def _simplify(graph: fx.Graph, node: fx.Node) -> None:
         _replace(graph, node, source.args[0])  # type: ignore[arg-type]
     elif node.target in _SLICES and _is_alike(node, source):
         _replace(graph, node, source)
+    elif node.target is _aten.select.int and (whole := _before_unsqueezing(node, source)) is not None:
+        _replace(graph, node, whole)
     elif _may_change_nothing(node) and _is_alike(node, source) and not is_returned(node):
         _replace(graph, node, source)
     elif node.target is _aten.copy.default and same_form(node, source) and not is_returned(node):
@@ -81,6 +84,18 @@ def _unshaped(node: fx.Node, source: fx.Node) -> fx.Node:
     assert isinstance(unshaped, fx.Node)
     node.replace_input_with(source, unshaped)
     return unshaped
+
+
+def _before_unsqueezing(node: fx.Node, source: fx.Node) -> fx.Node | None:
+    """What was unsqueezed, and perhaps expanded, where a select takes just the dimension away that this gave it."""
+    if source.target is _aten.expand.default and isinstance(source.args[0], fx.Node):
+        source = source.args[0]
+    if source.target is not _aten.unsqueeze.default:
+        return None
+    whole, n_dims = source.args[0], source.meta["val"].ndim
+    assert isinstance(whole, fx.Node)
+    taken, given = (at % n_dims for at in (node.args[1], source.args[1]))  # type: ignore[operator]
+    return whole if taken == given and _is_alike(node, whole) else None
 
 
 def _may_change_nothing(node: fx.Node) -> bool:
@@ -175,6 +190,8 @@ def _is_impure(node: fx.Node) -> bool:
     spec = ops.spec_of(node)
     if spec is not None:
         return not spec.pure
+    if node.target is _aten._assert_scalar.default and node.args[0] is True:
+        return False
     return writes_input(node) or node.is_impure()
 
 

@@ -157,13 +157,13 @@ def register() -> None:
 
     _register_windows()
 
-    if not TRACES_TENSOR_CHECKS:
-        @torch.compiler.substitute_in_graph(import_utils.torch_compilable_check, skip_signature_check=True)
-        def torch_compilable_check(cond: Any, msg: Any, error_type: type[Exception] = ValueError) -> None:
-            if VARIANT.ours and isinstance(cond, torch.Tensor):
-                torch._assert_async(cond.all(), "what the model requires of its inputs is not so")
-            else:
-                plain_check(cond, msg, error_type)
+    # Before torch 2.13 Dynamo does not trace the check of a tensor. Since then it reads it on the host.
+    @torch.compiler.substitute_in_graph(import_utils.torch_compilable_check, skip_signature_check=True)
+    def torch_compilable_check(cond: Any, msg: Any, error_type: type[Exception] = ValueError) -> None:
+        if VARIANT.ours and isinstance(cond, torch.Tensor):
+            torch._assert_async(cond.all(), "what the model requires of its inputs is not so")
+        else:
+            plain_check(cond, msg, error_type)
 
     _Registered.done = True
 
