@@ -7,7 +7,8 @@
 Every row has one image of 32 x 32 patches and 1024 tokens of text and image. Weights are random in real widths: Qwen3-VL of 2B with all its
 layers, Qwen2.5-VL of 3B with 8 of 32 layers of its tower and 12 of 36 of its language model (a window is a call of attention of its own, and so
 are its graph's nodes). Six steps to warm up, the first five with the optimizer's, then the median of seven of forward and backward, under a hard
-cap of the budget.
+cap of the budget. `gradients_repeat`: whether two more backward passes of the same weights gave the same bits; where plain PyTorch's do not, losses
+need not be equal behind the first step.
 """
 
 from __future__ import annotations
@@ -132,9 +133,21 @@ def timed(model: Any, batch: dict[str, Any]) -> dict[str, Any]:
         if i < WARM - 1:
             optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+    first, second = (_gradients(model, data) for _ in range(2))
     return {
+        "gradients_repeat": all(map(torch.equal, first, second)), "differ": sum(not torch.equal(*pair) for pair in zip(first, second)),
         "measured_s": statistics.median(seconds[WARM:]), "all_s": seconds, "losses": losses, "reserved_bytes": torch.cuda.max_memory_reserved(),
         "allocated_bytes": torch.cuda.max_memory_allocated(), "allocator_retries": torch.cuda.memory_stats()["num_alloc_retries"]}
+
+
+def _gradients(model: Any, data: dict[str, Any]) -> list[Any]:
+    """Of all that is trained, in host memory."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    model(**data).loss.backward()
+    found = [p.grad.detach().to("cpu", copy=True) for p in trained]
+    for parameter in trained:
+        parameter.grad = None
+    return found
 
 
 def main() -> int:

@@ -9,6 +9,10 @@ import torch
 from .graph import remembered
 
 
+# Their kernels for CUDA do not: what they give an empty tensor is the transposed result (torch 2.11 to 2.13).
+_TRANSPOSED = frozenset({torch.ops.aten.nonzero_static.default})
+
+
 @dataclass(frozen=True, slots=True)
 class OutVariant:
     """`op` called with the functional op's arguments and, by keyword, one tensor per name in `results`."""
@@ -27,7 +31,7 @@ def out_variant(target: object) -> OutVariant | None:
     """
     if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
         return None
-    if torch.Tag.nondeterministic_seeded in target.tags:
+    if torch.Tag.nondeterministic_seeded in target.tags or target in _TRANSPOSED:
         return None
     wanted = [(a.name, str(a.type)) for a in target._schema.arguments]
     packet = target.overloadpacket

@@ -14,6 +14,7 @@ from torch import nn
 import fxoffload
 from fxoffload import masks, replays
 from fxoffload.graph import INFO, NodeInfo, Role
+from fxoffload.out_variants import out_variant
 from fxoffload.pipeline import Context, get_pass
 from fxoffload.testing.simulated_device import SimulatedDevice
 
@@ -189,6 +190,11 @@ def test_one_element_put_wherever_a_mask_is_true_is_chosen_and_of_many_masks_non
     left = indexed(aten.index.Tensor, lambda a, b, c: (a, [b, c]), X, X, torch.rand(2) > 2, torch.rand(3) > 2)
     assert sum(map(masks.counts_true, left.nodes)) == 1
     assert "counts the true elements" in str(replays.obstacle(left))
+
+
+@pytest.mark.unit
+def test_numbers_are_not_written_by_a_kernel_that_writes_them_the_wrong_way_round_on_cuda() -> None:
+    assert out_variant(aten.nonzero.default) is not None and out_variant(aten.nonzero_static.default) is None
 
 
 @pytest.mark.gpu
