@@ -35,7 +35,8 @@ class Effort:
     and the fastest is climbed from in so many tries. `every`: every recipe is tried on every rung unless it is proven to give nothing faster, with
     every resident set; else those of a way until one is slower (`Search._ways`), with resident sets near that of the recipe before, and on smaller
     rungs those that came near the best on the one before. `packs`: then values that stay by their worth are tried of every recipe, and on the
-    second rung, if one came near, the recipes that no way came to on the first.
+    second rung, if one came near, the recipes that no way came to on the first. `near`: the share of the best one's seconds that is near, behind the
+    second rung.
     """
 
     most_events: int
@@ -44,19 +45,21 @@ class Effort:
     n_tries: int
     every: bool
     packs: bool = False
+    near: float = 0.0
 
 
 # A scan takes milliseconds where all rungs are searched, steps of 1/64 to 1/32 or 1/16 to 1/8, and up to a tenth of a second on the others.
 _EFFORTS = (
-    Effort(250, 6, 2, 30, True), Effort(600, 4, 2, 30, True), Effort(6000, 4, 1, 0, False, True), Effort(1 << 60, 4, 1, 0, False))
+    Effort(250, 6, 2, 30, True), Effort(600, 4, 2, 30, True), Effort(6000, 4, 1, 0, False, True, 1 / 100),
+    Effort(1 << 60, 4, 1, 0, False, False, 1 / 400))
 # What a climb goes through at least, over all its tries.
 _TRIED_EVENTS = 4000
 # Candidates of a recipe on a rung, the fastest, that are completed, because what more memory gives them is not alike.
 _COMPLETED = 3
 # Above this many times what all parameters and values take nothing binds, slack included.
 _AMPLE = 5 / 4
-# The share of the best one's seconds that a recipe may take more on the largest rung, or on the next ones, and is tried on the one below.
-_FIRST_NEAR, _FURTHER_NEAR = 1 / 50, 1 / 1000
+# The share of the best one's seconds that a recipe may take more on the first two rungs, and is tried on the one below.
+_FIRST_NEAR = 1 / 50
 # The share of them that a candidate may take more and is as good.
 _ALIKE = 1e-4
 # Candidates that are lowered at most when the best one does not fit at its offsets.
@@ -79,8 +82,8 @@ class Search:
     """`best`: the fastest candidate so far; `short`: those that do not fit, with the budget that each was tried under; `host_short_bytes`:
     what the host lacks at least for what else was tried; `near`: what resides in the fastest scan of the recipe before, which a large step's next
     recipe is tried with first; `given`: the fastest candidate of each recipe on this rung; `own_s`: the fewest seconds within the rung itself;
-    `offered`: all that could be the best; `near_share`: the share of the best seconds that counts as hardly more; `again`: candidates of the rung
-    before that came near the best, the fastest first, None on the largest one.
+    `offered`: all that could be the best; `near_share`: the share of the best seconds that counts as hardly more; `again`: the recipes
+    that came near the best on the rung before, None on the largest one.
 
     `made`, `decisions`, `rungs`, `costs`: what every budget that is searched shares. What a budget gives does not depend on those before it.
     """
@@ -100,7 +103,7 @@ class Search:
     offered: list[Candidate] = field(default_factory=list)
     own_s: float = math.inf
     near_share: float = NEAR
-    again: list[Candidate] | None = None
+    again: frozenset[Recipe] | None = None
 
     def run(self, budget: int | None) -> None:
         """The search under `budget`, unlimited when None."""
@@ -124,10 +127,8 @@ class Search:
             above = rungs[at] + step_of(rungs[at], self.bits)
             before, self.given, self.own_s = self.best, {}, math.inf
             slower = before is not None and self._all_slower(min(limit, above))
-            self.near_share = NEAR if last <= 0 else _FURTHER_NEAR
+            self.near_share = _FIRST_NEAR if last <= 0 else self._effort.near
             probes = last == 0 and self._effort.packs
-            if last == 0 and not probes:
-                self.near = None
             if not slower and not self._climb(rungs[at], min(limit, above), above, refines=not probes):
                 short.add(at)
             if probes and any(map(self._nears_best, self.given.values())):
@@ -141,10 +142,10 @@ class Search:
                 worse, step = at, max(1, step // 2)
             else:
                 found += [fastest] if fastest is not None else []
-                self.near_share = _FURTHER_NEAR if last >= 0 else _FIRST_NEAR
+                self.near_share = self._effort.near if last >= 0 and self._is_alike(before) else _FIRST_NEAR
                 far = frozenset(recipe for recipe, one in self.given.items() if not self._nears_best(one))
-                self.again = sorted((one for recipe, one in self.given.items() if recipe not in far), key=_seconds)
-                if last >= 0 and not self._effort.every and not self._is_within(self.own_s, _FURTHER_NEAR):
+                self.again = frozenset(self.given) - far
+                if last >= 0 and not self._effort.every and self._is_alike(before) and not self._is_within(self.own_s, self._effort.near):
                     end = at + 1
                 step, worse = (2 * step, worse) if alike else (1, end)
                 last = at
@@ -172,11 +173,10 @@ class Search:
         return budget if budget <= self._binding_bytes else min(budget, self.ample_bytes)
 
     def _climb(self, rung: int, budget: int, above: int, refines: bool = True, without: frozenset[Recipe] = frozenset()) -> bool:
-        """Searches one rung for what to complete under `budget`, within the rung above; False when nothing fits it. Nothing is refined unless it
-        `refines`; recipes `without` which it does are passed over."""
+        """Searches one rung for what to complete under `budget`, within the rung above; False when nothing fits it. Where it does not `refine`, only
+        what is as good as the best is refined, whose plan may be taken; recipes `without` which it does are passed over."""
         start: Candidate | None = None
-        if self.again is None:
-            self.near = None
+        self.near = None
         found: list[tuple[Recipe, list[Candidate]]] = []
         decisions: list[tuple[Decision, ...]] = []
         for way in self._ways(budget):
@@ -203,8 +203,10 @@ class Search:
                     break
                 before = given or before
                 start = start or given
-        for recipe, fitting in sorted(found, key=lambda one: (one[1][0].host_short_bytes(self.problem), one[1][0].step_s))[: self._effort.n_refined if refines else 0]:
-            if (self.again is None or self._nears_best(self.given.get(recipe))) and self._slower_s(recipe, budget) is None:
+        for recipe, fitting in sorted(found, key=lambda one: (one[1][0].host_short_bytes(self.problem), one[1][0].step_s))[: self._effort.n_refined]:
+            given = self.given.get(recipe)
+            nears = refines and (self.again is None or self._nears_best(given)) and self._slower_s(recipe, budget) is None
+            if nears or self.again is not None and self._is_alike(given):
                 self._complete(recipe, self._others(recipe, rung, fitting), budget, above)
         return bool(found)
 
@@ -259,7 +261,7 @@ class Search:
             self._accept(recipe, candidate)
 
     def _ways(self, budget: int) -> Iterator[list[Recipe]]:
-        """The recipes in the orders in which they are tried. Where not all are: the one of the middle price; from the one that recomputes
+        """The recipes in the orders in which they are tried. Where not all are, on the largest rung: the one of the middle price; from the one that recomputes
         most down to it, from it down to none, it in fewer and fewer blocks, each way as long as that is faster than all before; and where
         the best one is in fewer blocks, it in some more and in some less. Where little but recomputing is waited for, far fewer blocks are
         likely: a quarter comes first, since what it takes is mostly less than a half of them must, and three quarters last, if at all."""
@@ -268,7 +270,9 @@ class Search:
             binds = self._least_s(ordered[0], budget) > self._least_s(ordered[-1], budget)
             yield ordered[::-1] if binds else ordered
         elif self.again is not None:
-            yield from ([one.recomputation.recipe] for one in self.again)
+            yield from ([one] for one in every_recipe(self.problem)[::-1] if one in self.again)
+            if self.best is not None and self.given.get(self.best.recomputation.recipe) is self.best:
+                yield from ([one] for one in beside(self.best.recomputation.recipe, recipes(self.problem)))
         else:
             ordered = recipes(self.problem)
             middle = next((i for i, one in enumerate(ordered) if one.keep == "blocks" and one.price == MIDDLE), len(ordered) - 1)
