@@ -51,7 +51,7 @@ class Effort:
 # A scan takes milliseconds where all rungs are searched, steps of 1/64 to 1/32 or 1/16 to 1/8, and up to a tenth of a second on the others.
 _EFFORTS = (
     Effort(250, 6, 2, 30, True), Effort(600, 4, 2, 30, True), Effort(6000, 4, 1, 0, False, True, 1 / 100),
-    Effort(1 << 60, 4, 1, 0, False, False, 1 / 400))
+    Effort(1 << 60, 4, 1, 0, False, False, 1 / 1000))
 # What a climb goes through at least, over all its tries.
 _TRIED_EVENTS = 4000
 # Candidates of a recipe on a rung, the fastest, that are completed, because what more memory gives them is not alike.
