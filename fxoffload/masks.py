@@ -86,7 +86,7 @@ class _Numbers:
     def _made(self, reader: fx.Node, mask: fx.Node, n_true: int) -> list[fx.Node]:
         value = _value(mask)
         if self.is_certain(mask, n_true):
-            total = _call(reader, _aten.sum.default, (mask,), value.new_empty((), dtype=torch.int64))
+            total = _call(reader, _aten.sum.default, (_as_bool(reader, mask),), value.new_empty((), dtype=torch.int64))
             equal = _call(reader, _aten.eq.Scalar, (total, n_true), value.new_empty((), dtype=torch.bool))
             _call(reader, _aten._assert_async.msg, (equal, _SAYS), None)
         found = _call(reader, _aten.nonzero_static.default, (mask,), value.new_empty((n_true, value.ndim), dtype=torch.int64), size=n_true)
@@ -163,11 +163,16 @@ def _choose(graph: fx.Graph, node: fx.Node, mask: fx.Node) -> None:
     whole, _, values = node.args[:3]
     value, over = _value(mask), _value(whole).ndim
     with graph.inserting_before(node):
-        if value.dtype != torch.bool:
-            mask = _call(node, _aten.ne.Scalar, (mask, 0), torch.empty_like(value, dtype=torch.bool))
+        mask = _as_bool(node, mask)
         for _ in range(over - value.ndim):
             mask = _call(node, _aten.unsqueeze.default, (mask, -1), _value(mask).unsqueeze(-1))
     node.target, node.args = _aten.where.self, (mask, values, whole)
+
+
+def _as_bool(reader: fx.Node, mask: fx.Node) -> fx.Node:
+    """The mask itself, or where a mask of bytes is no zero."""
+    value = _value(mask)
+    return mask if value.dtype == torch.bool else _call(reader, _aten.ne.Scalar, (mask, 0), torch.empty_like(value, dtype=torch.bool))
 
 
 def _masks_of(node: fx.Node) -> Iterator[tuple[int, fx.Node]]:
@@ -177,9 +182,10 @@ def _masks_of(node: fx.Node) -> Iterator[tuple[int, fx.Node]]:
 
 
 def _mask_of(node: fx.Node) -> tuple[int, fx.Node] | None:
-    """The mask that alone is the index, and the dimension that it begins at."""
+    """The mask of some dimensions that alone is the index, and the one that it begins at."""
     found = list(_masks_of(node))
-    return found[0] if len(found) == 1 and sum(index is not None for index in node.args[1]) == 1 else None  # type: ignore[union-attr]
+    alone = len(found) == 1 and sum(index is not None for index in node.args[1]) == 1  # type: ignore[union-attr]
+    return found[0] if alone and _value(found[0][1]).ndim else None
 
 
 def _is_one(size: object) -> bool:

@@ -144,7 +144,7 @@ def indexed(target: Any, args: Any, val: torch.Tensor, *inputs: torch.Tensor) ->
 
 X = torch.arange(2 * 3 * 4 * 5.0).view(2, 3, 4, 5)
 LAST, MIDDLE, WHOLE = torch.rand(4, 5) > 0.5, torch.rand(3, 4) > 0.5, torch.rand(2, 3, 4, 5) > 0.5
-BYTES = MIDDLE.to(torch.uint8)
+BYTES = MIDDLE.to(torch.uint8) * 3
 
 
 @pytest.mark.unit
@@ -187,8 +187,9 @@ def test_one_element_put_wherever_a_mask_is_true_is_chosen_and_of_many_masks_non
     put = indexed(aten.index_put.default, lambda a, b, c: (a, [b], c), X, X, WHOLE, one)
     assert [node.target for node in put.find_nodes(op="call_function", target=aten.where.self)]
     assert torch.equal(fx.Interpreter(fx.GraphModule({}, put)).run(X, WHOLE, one)[0][0], aten.index_put.default(X, [WHOLE], one))
-    left = indexed(aten.index.Tensor, lambda a, b, c: (a, [b, c]), X, X, torch.rand(2) > 2, torch.rand(3) > 2)
-    assert sum(map(masks.counts_true, left.nodes)) == 1
+    for shape, more in (((2,), (torch.rand(3) > 2,)), ((), ())):
+        left = indexed(aten.index.Tensor, lambda a, *indices: (a, [*indices]), X, X, torch.rand(shape) > 2, *more)
+        assert sum(map(masks.counts_true, left.nodes)) == 1
     assert "counts the true elements" in str(replays.obstacle(left))
 
 
