@@ -7,8 +7,8 @@
 Every row has one image of 32 x 32 patches and 1024 tokens of text and image. Weights are random in real widths: Qwen3-VL of 2B with all its
 layers, Qwen2.5-VL of 3B with 8 of 32 layers of its tower and 12 of 36 of its language model (a window is a call of attention of its own, and so
 are its graph's nodes). Six steps to warm up, the first five with the optimizer's, then the median of seven of forward and backward, under a hard
-cap of the budget. `gradients_repeat`: whether two more backward passes of the same weights gave the same bits; where plain PyTorch's do not, losses
-need not be equal behind the first step.
+cap of the budget. `gradients_repeat`: whether two more backward passes of the same weights gave the same bits, `differ`: how many tensors had
+others. Where plain PyTorch's do not repeat, losses need not be equal behind the first step.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ Rungs are device budgets of few significant bits (24 GiB is one), and the least 
 searched with every recipe, then the smaller ones, until nothing they could give is faster (`floor.py`), of large steps with the recipes
 that are hardly slower than the best. From its rung on up to the next one a candidate is completed with what else the
 budget has room for (`fill.py`), which never makes it slower. So the candidates of a smaller budget are candidates of a larger one, which
-takes theirs where they are the fastest: more memory is never predicted slower. Of equals the first stays: it has the most memory and
-recomputes least.
+takes theirs where they are the fastest: more memory is never predicted slower, but by what is left out of large steps
+(docs/planning.md). Of equals the first stays: it has the most memory and recomputes least.
 """
 
 from __future__ import annotations
@@ -115,10 +115,11 @@ class Search:
         self._descend(list(rungs_within(limit, self.bits)), limit)
 
     def _descend(self, rungs: Sequence[int], limit: int) -> None:
-        """Searches the largest of the rungs, then the next, as long as what a rung gives within itself is hardly slower than the best. Where it is as
-        good, twice as many are left out each time, and those between are searched only around the smallest that is still as good. That one's plan is
+        """Searches the largest of the rungs, then the next, as long as one is faster, or what it gives within itself hardly slower than the best. Where it
+        is as good, twice as many are left out each time, and those between are searched only around the smallest that is still as good. That one's plan is
         taken: whatever the budget above it, it is the same."""
         found: list[Candidate] = []
+        # `near_share` first says whether a rung counts, then which of its recipes the next one is searched with.
         # The number of the last rung that counts, of the first that does not, and of the first known not to be as good as the best.
         last, end, worse, step = -1, len(rungs), len(rungs), 1
         short, far = set[int](), frozenset[Recipe]()

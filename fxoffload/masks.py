@@ -40,7 +40,7 @@ def say_numbers(graph: fx.Graph) -> None:
                 indices = list(node.args[1])  # type: ignore[arg-type]
                 indices[position : position + 1] = numbers.of(node, mask, known[mask])
                 node.update_arg(1, indices)
-            elif _puts_one(node, position):
+            elif _puts_one(node, position, mask):
                 _choose(graph, node, mask)
 
 
@@ -152,10 +152,10 @@ def _without_last(reader: fx.Node, mask: fx.Node, n_last: int) -> fx.Node:
     return mask
 
 
-def _puts_one(node: fx.Node, position: int) -> bool:
-    """Whether one element is put, to a value that lies as a choice of two does."""
+def _puts_one(node: fx.Node, position: int, mask: fx.Node) -> bool:
+    """Whether one element is put, to a value that lies as a choice of two does. An index may lie on the host, what a choice is made by may not."""
     values, whole, accumulates = _value(node.args[2]), _value(node.args[0]), len(node.args) > 3 and node.args[3]
-    return position == 0 and values.ndim == 0 and not accumulates and _is_plain(whole) and whole.device == _value(node).device
+    return position == 0 and values.ndim == 0 and not accumulates and _is_plain(whole) and whole.device == _value(mask).device
 
 
 def _choose(graph: fx.Graph, node: fx.Node, mask: fx.Node) -> None:

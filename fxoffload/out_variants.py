@@ -9,7 +9,7 @@ import torch
 from .graph import remembered
 
 
-# Their kernels for CUDA do not: what they give an empty tensor is the transposed result (torch 2.11 to 2.13).
+# Their kernels for CUDA do not resize: what they give an empty tensor is the transposed result (seen with torch 2.11).
 _TRANSPOSED = frozenset({torch.ops.aten.nonzero_static.default})
 
 

@@ -193,10 +193,6 @@ def written_inputs(joint: fx.Graph) -> list[int]:
 STASHED = "saved_tensor_with_no_vc_check"
 
 
-# Whether Dynamo can trace torch._check_tensor_all. In 2.11 the symbol of the value it reads belongs to no node, and the next op fails.
-TRACES_TENSOR_CHECKS = torch.__version__ >= "2.13"
-
-
 def keeps_graph() -> bool:
     """Whether the backward that runs now was called with retain_graph (torch._C._autograd._get_current_graph_task_keep_graph)."""
     return torch._C._autograd._get_current_graph_task_keep_graph()

@@ -187,6 +187,14 @@ def test_one_element_put_wherever_a_mask_is_true_is_chosen_and_of_many_masks_non
     put = indexed(aten.index_put.default, lambda a, b, c: (a, [b], c), X, X, WHOLE, one)
     assert [node.target for node in put.find_nodes(op="call_function", target=aten.where.self)]
     assert torch.equal(fx.Interpreter(fx.GraphModule({}, put)).run(X, WHOLE, one)[0][0], aten.index_put.default(X, [WHOLE], one))
+    graph = fx.Graph()
+    inputs = [graph.placeholder(name) for name in "abc"]
+    for node, tensor in zip(inputs, (X.to("meta"), WHOLE, one), strict=True):  # a mask on the host chooses nothing on the device
+        node.meta |= {"val": tensor, INFO: NodeInfo(node.name, Role.BATCH)}
+    node = graph.call_function(aten.index_put.default, (inputs[0], [inputs[1]], inputs[2]))
+    node.meta["val"] = X.to("meta")
+    graph.output(((node,), ()))
+    assert sum(map(masks.counts_true, get_pass("canonicalize").run(graph, Context()).nodes)) == 1
     for shape, more in (((2,), (torch.rand(3) > 2,)), ((), ())):
         left = indexed(aten.index.Tensor, lambda a, *indices: (a, [*indices]), X, X, torch.rand(shape) > 2, *more)
         assert sum(map(masks.counts_true, left.nodes)) == 1

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..torch_compat import TRACES_TENSOR_CHECKS
 from . import grids
 
 
