@@ -256,6 +256,39 @@ def test_another_shape_is_called_until_it_comes_again_and_a_moved_weight_is_seen
     model.fxoffload.close()
 
 
+class Keeping(nn.Module):
+    """Keeps a tensor of its last call, as transformers does, of which the step computes what nothing reads."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.kept = inner, torch.zeros(2)
+
+    def forward(self, **batch: torch.Tensor) -> Any:
+        self.kept.to(batch["input_ids"].device).add(1)
+        return self.inner(**batch)
+
+def test_an_input_that_nothing_reads_may_be_another_tensor_in_each_call(simulated_device: SimulatedDevice, replaying: list[Again]) -> None:
+    plain = Keeping(zoo.lora(num_hidden_layers=1).model)
+    model = copy.deepcopy(plain)
+    plain.to("fxsim")
+    fxoffload.compile(model, tokens(), device="fxsim", device_budget="16MiB", dynamic=False)
+    early = replaying[0].early
+    kept = []
+    for i in range(7):
+        kept.append(torch.full((2,), float(i), device="fxsim"))  # all alive: none lies where another did
+        losses = []
+        for one in (plain, model):
+            one.kept = kept[-1]
+            loss = one(**{name: value.to("fxsim") for name, value in tokens(seed=i).items()}).loss
+            loss.backward()
+            losses.append(loss.detach())
+        assert torch.equal(*losses)
+    assert early.n_used == 4 and early.n_in_vain == 0
+    for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+        assert p.grad is None if q.grad is None else p.grad is not None and torch.equal(p.grad.cpu(), q.grad.cpu())
+    model.fxoffload.close()
+
+
 def another_weight(model: nn.Module) -> None:
     layer = model.get_submodule("base_model.model.model.layers.0.self_attn.o_proj")
     layer.weight = nn.Parameter(layer.weight.detach().clone() * 2, requires_grad=False)

@@ -122,8 +122,11 @@ class Replay:
     ) -> None:
         self._call, self._arena, self._room, self._recordings, self._engine = call, arena, room, recordings, recordings.engine
         self._end = end if end is not None else _nothing
-        roles = [info(node).role for node in graph.find_nodes(op="placeholder")]
+        inputs = graph.find_nodes(op="placeholder")
+        roles = [info(node).role for node in inputs]
         self._anew, self._is_tangent = list(map(comes_anew, roles)), [role is Role.TANGENT for role in roles]
+        # What no node reads (transformers keeps a tensor of its last call) may be any tensor in any call.
+        self._unread = [i for i, node in enumerate(inputs) if not node.users and not self._is_tangent[i]]
         self.pair = pair if pair is not None else Pair()
         self.grown_bytes = 0
         if not begins:
@@ -135,7 +138,7 @@ class Replay:
         self._recording: _Recording | None = None
         self._begins = begins
         self._may_start = begins and not writes_inputs(graph)
-        self._names = [info(node).name.removeprefix("batch.") for node in graph.find_nodes(op="placeholder")]
+        self._names = [info(node).name.removeprefix("batch.") for node in inputs]
         self._last: _Last | None = None
         drawn = host_draw(graph)
         self._is_called = drawn is not None
@@ -176,7 +179,7 @@ class Replay:
         if look != recording.look:
             return None
         self._issue(recording, arguments)
-        return look, _read(anew, arguments)
+        return look, _state(anew, arguments)
 
     def __call__(self, arguments: list[object]) -> Results:
         if self._is_called or self._recordings.given_up:
@@ -184,17 +187,18 @@ class Replay:
             if self._begins:
                 self._recordings.make_room(self._room)
             return self._called(arguments)
-        anew, place = self._come_anew(arguments)
-        alike = self._look(arguments, anew, place)
+        read = self._read(arguments)
+        anew, place = self._come_anew(read)
+        alike = self._look(read, anew, place)
         early = self._recordings.early
-        if early.waits and early.claim(self, (alike, _read(anew, arguments))) and self._recording is not None:
+        if early.waits and early.claim(self, (alike, _state(anew, read))) and self._recording is not None:
             self._recordings.is_replayed = True
             return self._results(self._recording, arguments)
         if self._begun is not None:
-            return self._results(self._claimed(alike, anew, arguments), arguments)
-        if self._like(alike, arguments) != self._alike:
+            return self._results(self._claimed(alike, anew, read), arguments)
+        if self._like(alike, read) != self._alike:
             self.forget()
-            self._alike, self._n_alike = self._like(alike, arguments), 0
+            self._alike, self._n_alike = self._like(alike, read), 0
         elif self._recording is not None and alike != self._recording.look:
             self._lose()
         if self._recording is None:
@@ -211,7 +215,7 @@ class Replay:
             return self._called(arguments)
         assert self._recording is not None
         self._issue(self._recording, arguments)
-        self._note(anew, arguments)
+        self._note(anew, read)
         return self._results(self._recording, arguments)
 
     def begin(self, passed: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> bool:
@@ -288,6 +292,13 @@ class Replay:
             log.warning("steps are called op by op and recorded no more: their host memory lies elsewhere in each")
             self._recordings.give_up()
 
+    def _read(self, arguments: Given) -> list[object]:
+        """The arguments, with nothing in place of those that are not read."""
+        read = list(arguments)
+        for i in self._unread:
+            read[i] = None
+        return read
+
     def _come_anew(self, arguments: Given) -> tuple[list[int], tuple[int, int]]:
         """Positions of arguments that lie elsewhere in every step, and where the arena is."""
         place, fixed = self._arena.extent(), self.pair.fixed if not self._begins else ()
@@ -344,7 +355,8 @@ class Replay:
             recording.outputs.append(self._output(recording, result, known, place, has_arena and i >= self.pair.n_returned))
         recording.passed = [i for i, one in enumerate(results) if i >= self.pair.n_returned and known.get(id(one)) in anew]
         results, result = (), None
-        self._stay = [(i, value) for i, (may, value) in enumerate(zip(self._anew, arguments)) if not may and isinstance(value, torch.Tensor)]
+        read = self._read(arguments)
+        self._stay = [(i, value) for i, (may, value) in enumerate(zip(self._anew, read)) if not may and isinstance(value, torch.Tensor)]
         for lent in recording.lent:
             lent.counted()
         return recording
@@ -428,7 +440,7 @@ def _form(value: Any) -> tuple[object, ...]:
     return value.shape, value.stride(), value.dtype
 
 
-def _read(anew: Sequence[int], arguments: Given) -> Hashable:
+def _state(anew: Sequence[int], arguments: Given) -> Hashable:
     """Where each argument that comes anew lies, and how often each argument was written."""
     return tuple(arguments[i].data_ptr() for i in anew), tuple(map(_version, arguments))  # type: ignore[attr-defined]
 
