@@ -46,12 +46,13 @@ class Effort:
     every: bool
     packs: bool = False
     near: float = 0.0
+    slower: float = 0.0
 
 
 # A scan takes milliseconds where all rungs are searched, steps of 1/64 to 1/32 or 1/16 to 1/8, and up to a tenth of a second on the others.
 _EFFORTS = (
-    Effort(250, 6, 2, 30, True), Effort(600, 4, 2, 30, True), Effort(6000, 4, 1, 0, False, True, 1 / 100),
-    Effort(1 << 60, 4, 1, 0, False, False, 1 / 1000))
+    Effort(250, 6, 2, 30, True), Effort(600, 4, 2, 30, True), Effort(6000, 4, 3, 0, False, True, 1 / 100, 1 / 100),
+    Effort(1 << 60, 4, 2, 0, False, False, 1 / 1000))
 # What a climb goes through at least, over all its tries.
 _TRIED_EVENTS = 4000
 # Candidates of a recipe on a rung, the fastest, that are completed, because what more memory gives them is not alike.
@@ -83,7 +84,7 @@ class Search:
     what the host lacks at least for what else was tried; `near`: what resides in the fastest scan of the recipe before, which a large step's next
     recipe is tried with first; `given`: the fastest candidate of each recipe on this rung; `own_s`: the fewest seconds within the rung itself;
     `offered`: all that could be the best; `near_share`: the share of the best seconds that counts as hardly more; `again`: the recipes
-    that came near the best on the rung before, None on the largest one.
+    that came near the best on the rung before, None on the largest one; `is_tight`: nothing fits the largest rung within the budget, or the next.
 
     `made`, `decisions`, `rungs`, `costs`: what every budget that is searched shares. What a budget gives does not depend on those before it.
     """
@@ -104,6 +105,7 @@ class Search:
     own_s: float = math.inf
     near_share: float = NEAR
     again: frozenset[Recipe] | None = None
+    is_tight: bool = False
 
     def run(self, budget: int | None) -> None:
         """The search under `budget`, unlimited when None."""
@@ -150,6 +152,7 @@ class Search:
                     end = at + 1
                 step, worse = (2 * step, worse) if alike else (1, end)
                 last = at
+        self.is_tight = end in short and end <= 1
         if end in short:
             self._climb_least(rungs[end], limit)
         self.best = next(filter(self._is_alike, reversed(found)), self.best)
@@ -157,7 +160,7 @@ class Search:
     def begin(self) -> None:
         """Forgets what was found under another budget."""
         self.best, self.short, self.tried, self.host_short_bytes, self.near = None, [], [], 0, None
-        self.given, self.offered, self.again = {}, [], None
+        self.given, self.offered, self.again, self.is_tight = {}, [], None, False
 
     @property
     def instead(self) -> tuple[Candidate, ...]:
@@ -200,13 +203,14 @@ class Search:
                 if not self._effort.every:
                     self.near = fit.fitting[0].resident
                 given = self.given.get(recipe)
-                if not self._effort.every and before is not None and given is not None and given.step_s >= before.step_s:
+                if not self._effort.every and before is not None and given is not None and given.step_s >= before.step_s * (1 + self._effort.slower):
                     break
                 before = given or before
                 start = start or given
-        for recipe, fitting in sorted(found, key=lambda one: (one[1][0].host_short_bytes(self.problem), one[1][0].step_s))[: self._effort.n_refined]:
+        fastest = sorted(found, key=lambda one: (one[1][0].host_short_bytes(self.problem), one[1][0].step_s))[: self._effort.n_refined]
+        for i, (recipe, fitting) in enumerate(fastest):
             given = self.given.get(recipe)
-            nears = refines and (self.again is None or self._nears_best(given)) and self._slower_s(recipe, budget) is None
+            nears = refines and (self.again is None and not i or self._nears_best(given)) and self._slower_s(recipe, budget) is None
             if nears or self.again is not None and self._is_alike(given):
                 self._complete(recipe, self._others(recipe, rung, fitting), budget, above)
         return bool(found)
@@ -226,7 +230,8 @@ class Search:
             tried = list(swept(self.problem, made, self.trained, rung) if small else swept_near(self.problem, made, self.trained, rung, self.near))
             # What is packed has filled its memory: what it could be completed with is no measure of it, nor of the others.
             packed = list(packed_first(self.problem, made, rung)) if self._effort.packs else []
-            first = self._fitting(tried)[: 1 if small else _COMPLETED] + self._fitting(packed)[:1]
+            first = self._fitting(tried)[:1] if small else self._first_few(self._fitting(tried))
+            first += self._fitting(packed)[:1]
             self.rungs[of] = OfRung(tried + packed, self._fitting(tried + packed), self._settled(first, rung))
         return self._tell(recipe, rung, self.rungs[of])
 
@@ -240,8 +245,13 @@ class Search:
                 starts = _apart(sorted((first[0], *fitting), key=_seconds))
                 tops = [climbed(self.problem, start, rung, self._n_tries) for start in starts]
                 fitting = self._fitting((*(top for top, start in zip(tops, starts, strict=True) if top is not start), *fitting))
-            self.rungs[of] = OfRung(tried, fitting, self._settled(fitting[:_COMPLETED], rung))
+            self.rungs[of] = OfRung(tried, fitting, self._settled(self._first_few(fitting), rung))
         return self._tell(recipe, rung, self.rungs[of])
+
+    def _first_few(self, fitting: Sequence[Candidate]) -> list[Candidate]:
+        """Those of a recipe that are completed. Of a large step only what takes hardly longer than the fastest."""
+        first = fitting[:_COMPLETED]
+        return [one for one in first if self._effort.every or one.step_s <= first[0].step_s * (1 + _FIRST_NEAR)]
 
     def _settled(self, candidates: Sequence[Candidate], rung: int) -> list[Candidate]:
         return [settled(self.problem, one, rung) for one in candidates]

@@ -146,7 +146,7 @@ class Chosen:
             if search.best is not None:
                 one = Chosen(search.best, budget, tuple(search.tried), after_s, search.instead)
                 found = one if found is None or one.total_s < found.total_s else found
-                if not problem.thorough:
+                if isinstance(search, Search) and not search.is_tight:
                     break  # few enough to reside
             elif found is None:
                 nearest = search.short

@@ -17,6 +17,7 @@ from .errors import PlanError
 from .graph import name_of
 from .heads import Head, find_heads
 from .heap import heap_at_rest
+from .liveness import live_curve, liveness
 from .losses import Whole, find_losses
 from .memory_map import MemoryMap, reading_bytes
 from .planner import Chosen, Problem, Searches, Solution, attempts
@@ -26,11 +27,11 @@ from .readings import find_readings
 from .reasons import Tried
 
 # Far above the size from which kernels have their full rate, and the few chunks that are alive at once are small beside a block of a
-# large model. A small budget has small chunks.
+# large model. A small step has small chunks: this share of all it takes. No budget changes them, or a larger one could be slower.
 _CHUNK_BYTES = 256 << 20
-_BUDGET_SHARE = 1 / 32
-# Beside what is read of rows there is nothing but these and a few chunks.
-_READING_SHARE = 1 / 8
+_SHARE = 1 / 64
+# Beside what is read of rows there is nothing but parameters and a few chunks.
+_READING_SHARE = 1 / 16
 # What is tried when nothing of that size fits.
 _SMALLER = 4
 
@@ -135,9 +136,11 @@ class _Attempt:
 
 
 def _limit_bytes(problem: Problem) -> int:
-    budget = problem.context.device_budget_bytes
-    share = _READING_SHARE if find_readings(problem.graph) else _BUDGET_SHARE
-    return _CHUNK_BYTES if budget is None else max(1, min(_CHUNK_BYTES, int(budget * share)))
+    """The most of a chunk's log-probabilities, by what the step takes with everything on the device."""
+    values = live_curve(liveness(problem.graph, problem.context.bounds)).peak_bytes
+    everything = values + sum(p.n_bytes + p.gradient_bytes + p.state_bytes for p in problem.parameters.values())
+    share = _READING_SHARE if find_readings(problem.graph) else _SHARE
+    return max(1, min(_CHUNK_BYTES, int(everything * share)))
 
 
 def _variants(problem: Problem, limit_bytes: int, known: Searches) -> Iterator[_Variant]:

@@ -113,6 +113,11 @@ def comes_anew(role: Role | None) -> bool:
     return role not in (Role.PARAMETER, Role.BUFFER)
 
 
+def is_read(input_node: fx.Node) -> bool:
+    """Whether any op reads the input's values. One that makes something like it, for an output that is left out, reads its shape alone."""
+    return any(user.target is not _aten.new_empty.default for user in input_node.users)
+
+
 def recorded(footprint: Footprint, graph: fx.Graph, bounds: Bounds, gradient_bytes: int) -> Footprint:
     """The footprint of the Step when it is replayed; `gradient_bytes`: of those that it returns on the device."""
     return replace(footprint, recording_bytes=footprint.overhead_bytes + anew_bytes(graph, bounds), handed_out_bytes=gradient_bytes)

@@ -257,18 +257,21 @@ def test_another_shape_is_called_until_it_comes_again_and_a_moved_weight_is_seen
 
 
 class Keeping(nn.Module):
-    """Keeps a tensor of its last call, as transformers does, of which the step computes what nothing reads."""
+    """Keeps a tensor of its last call, as transformers does, of which the step computes what nothing reads, and may return it."""
 
-    def __init__(self, inner: nn.Module) -> None:
+    def __init__(self, inner: nn.Module, returns: bool) -> None:
         super().__init__()
-        self.inner, self.kept = inner, torch.zeros(2)
+        self.inner, self.kept, self.returns = inner, torch.zeros(2), returns
 
-    def forward(self, **batch: torch.Tensor) -> Any:
+    def forward(self, **batch: torch.Tensor) -> dict[str, torch.Tensor]:
         self.kept.to(batch["input_ids"].device).add(1)
-        return self.inner(**batch)
+        loss = self.inner(**batch).loss
+        return {"loss": loss, "kept": self.kept} if self.returns else {"loss": loss}
 
-def test_an_input_that_nothing_reads_may_be_another_tensor_in_each_call(simulated_device: SimulatedDevice, replaying: list[Again]) -> None:
-    plain = Keeping(zoo.lora(num_hidden_layers=1).model)
+@pytest.mark.parametrize("returns", [False, True])
+def test_an_input_that_nothing_reads_may_be_another_tensor_in_each_call(
+        returns: bool, simulated_device: SimulatedDevice, replaying: list[Again]) -> None:
+    plain = Keeping(zoo.lora(num_hidden_layers=1).model, returns)
     model = copy.deepcopy(plain)
     plain.to("fxsim")
     fxoffload.compile(model, tokens(), device="fxsim", device_budget="16MiB", dynamic=False)
@@ -279,7 +282,8 @@ def test_an_input_that_nothing_reads_may_be_another_tensor_in_each_call(simulate
         losses = []
         for one in (plain, model):
             one.kept = kept[-1]
-            loss = one(**{name: value.to("fxsim") for name, value in tokens(seed=i).items()}).loss
+            out = one(**{name: value.to("fxsim") for name, value in tokens(seed=i).items()})
+            loss = out["loss"]
             loss.backward()
             losses.append(loss.detach())
         assert torch.equal(*losses)

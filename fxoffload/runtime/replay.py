@@ -21,7 +21,7 @@ import torch.fx as fx
 
 from ..graph import Role, info, name_of
 from ..layout import extent_bytes
-from ..replays import comes_anew, host_draw
+from ..replays import comes_anew, host_draw, is_read
 from .begun import Pair
 from .device_arena import DeviceArena
 from .early import Batch, writes_inputs
@@ -125,8 +125,8 @@ class Replay:
         inputs = graph.find_nodes(op="placeholder")
         roles = [info(node).role for node in inputs]
         self._anew, self._is_tangent = list(map(comes_anew, roles)), [role is Role.TANGENT for role in roles]
-        # What no node reads (transformers keeps a tensor of its last call) may be any tensor in any call.
-        self._unread = [i for i, node in enumerate(inputs) if not node.users and not self._is_tangent[i]]
+        # What no node reads (transformers keeps a tensor of its last call, and returns it) may lie anywhere in any call.
+        self._unread = [i for i, node in enumerate(inputs) if not is_read(node) and not self._is_tangent[i]]
         self.pair = pair if pair is not None else Pair()
         self.grown_bytes = 0
         if not begins:
@@ -293,10 +293,10 @@ class Replay:
             self._recordings.give_up()
 
     def _read(self, arguments: Given) -> list[object]:
-        """The arguments, with nothing in place of those that are not read."""
+        """The arguments, with their form alone in place of those that are not read."""
         read = list(arguments)
         for i in self._unread:
-            read[i] = None
+            read[i] = _form(read[i]) if isinstance(read[i], torch.Tensor) else read[i]
         return read
 
     def _come_anew(self, arguments: Given) -> tuple[list[int], tuple[int, int]]:
