@@ -31,9 +31,9 @@ from .recipes import MIDDLE, Recipe, beside, decided, every_recipe, in_parts, re
 class Effort:
     """How a step of up to `most_events` is searched: on rungs of so many significant `bits`.
 
-    `n_refined`: recipes of a rung, the fastest, that are refined. `n_tries`: where there are any, values that stay by their worth are tried too,
+    `n_refined`: recipes of a rung, the fastest, that are refined: of large steps the others only where they came near the best. `n_tries`: where there are any, values that stay by their worth are tried too,
     and the fastest is climbed from in so many tries. `every`: every recipe is tried on every rung unless it is proven to give nothing faster, with
-    every resident set; else those of a way until one is slower (`Search._ways`), with resident sets near that of the recipe before, and on smaller
+    every resident set; else those of a way until one is `slower` by more than that share (`Search._ways`), with resident sets near that of the recipe before, and on smaller
     rungs those that came near the best on the one before. `packs`: then values that stay by their worth are tried of every recipe, and on the
     second rung, if one came near, the recipes that no way came to on the first. `near`: the share of the best one's seconds that is near, behind the
     second rung.

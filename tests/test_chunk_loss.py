@@ -299,6 +299,16 @@ def test_logits_that_the_caller_has_pinned_stay_whole() -> None:
     assert fxoffload.plan(setting.model, setting.batch, pins=pins, **tight | {"device_budget": budget}).count()["chunk"] == 0
 
 
+def test_no_budget_changes_the_size_of_a_chunk() -> None:
+    """With a size that grows with the budget, a larger one could be slower."""
+    setting, budget = llama(), refused_budget("llama")
+    with study_of(setting, "reordered") as study:
+        budgets = [replace(study.planning.budgets, device_bytes=budget * share // 8) for share in (5, 6, 7, 8)]
+        plans = [study.plan(one) for one in budgets]
+    chunks = {d.chunks for plan in plans for d in plan.decisions if isinstance(d, Chunk)}
+    assert all(plan.count()["chunk"] == 1 for plan in plans) and len(chunks) == 1
+
+
 def test_a_bitwise_plan_that_is_extended_with_chunks_is_bitwise_no_more() -> None:
     setting = llama()
     made = fxoffload.plan(setting.model, setting.batch, device_budget=refused_budget("llama") + 1, machine="cpu")

@@ -21,6 +21,12 @@ RUNGS = sorted(rung for rung in rungs_within(64 * GIB, 4) if rung >= GIB)
 
 def descended(budget: int, seconds: Callable[[int], float | None], floor: Callable[[int], float] = lambda _: 0.0) -> tuple[float | None, list[int]]:
     """The seconds of the plan taken under the budget, and the rungs that were searched, where a rung gives so many, or nothing."""
+    search, visited = searched(budget, seconds, floor)
+    return None if search.best is None else search.best.step_s, visited
+
+
+def searched(budget: int, seconds: Callable[[int], float | None], floor: Callable[[int], float] = lambda _: 0.0) -> tuple[Any, list[int]]:
+    """As `descended`, with the search itself."""
     search: Any = Search(mock.Mock(), frozenset())
     visited: list[int] = []
     search.__dict__["_effort"] = ladder._EFFORTS[-1]
@@ -40,7 +46,12 @@ def descended(budget: int, seconds: Callable[[int], float | None], floor: Callab
     with (mock.patch.object(search, "_climb", climb), mock.patch.object(search, "_all_slower", slower),
           mock.patch.object(search, "_climb_least", lambda rung, _: visited.append(-rung))):
         search._descend([rung for rung in RUNGS[::-1] if rung <= budget], budget)
-    return None if search.best is None else search.best.step_s, visited
+    return search, visited
+
+
+def test_memory_is_tight_where_nothing_fits_one_of_the_two_largest_rungs() -> None:
+    tight = {gib: searched(gib * GIB, lambda rung: 1.0 / rung if rung >= 10 * GIB else None)[0].is_tight for gib in (8, 9, 10, 11, 12)}
+    assert tight == {8: True, 9: True, 10: True, 11: False, 12: False}
 
 
 def test_few_rungs_of_a_plateau_are_searched_and_its_least_one_gives_the_plan() -> None:
