@@ -31,12 +31,12 @@ from .recipes import MIDDLE, Recipe, beside, decided, every_recipe, in_parts, re
 class Effort:
     """How a step of up to `most_events` is searched: on rungs of so many significant `bits`.
 
-    `n_refined`: recipes of a rung, the fastest, that are refined: of large steps the others only where they came near the best. `n_tries`: where there are any, values that stay by their worth are tried too,
-    and the fastest is climbed from in so many tries. `every`: every recipe is tried on every rung unless it is proven to give nothing faster, with
-    every resident set; else those of a way until one is `slower` by more than that share (`Search._ways`), with resident sets near that of the recipe before, and on smaller
-    rungs those that came near the best on the one before. `packs`: then values that stay by their worth are tried of every recipe, and on the
-    second rung, if one came near, the recipes that no way came to on the first. `near`: the share of the best one's seconds that is near, behind the
-    second rung.
+    `n_refined`: recipes of a rung that are refined, the fastest, and of large steps the others only where they came near the best. `n_tries`: where
+    there are any, values that stay by their worth are tried too, and the fastest is climbed from in so many tries. `every`: every recipe is tried on
+    every rung unless it is proven to give nothing faster, with every resident set; else those of a way until one is `slower` than the one before by
+    more than that share (`Search._ways`), with resident sets near that of the recipe before, and on smaller rungs those that came near the best on
+    the one before. `packs`: then values that stay by their worth are tried of every recipe, and on the second rung, if one came near, the recipes
+    that no way came to on the first. `near`: the share of the best one's seconds that is near, behind the second rung.
     """
 
     most_events: int
@@ -210,7 +210,8 @@ class Search:
         fastest = sorted(found, key=lambda one: (one[1][0].host_short_bytes(self.problem), one[1][0].step_s))[: self._effort.n_refined]
         for i, (recipe, fitting) in enumerate(fastest):
             given = self.given.get(recipe)
-            nears = refines and (self.again is None and not i or self._nears_best(given)) and self._slower_s(recipe, budget) is None
+            is_first = self.again is None and i == 0  # of the largest rung, whatever it gave: refined, it may be the best
+            nears = refines and (is_first or self._nears_best(given)) and self._slower_s(recipe, budget) is None
             if nears or self.again is not None and self._is_alike(given):
                 self._complete(recipe, self._others(recipe, rung, fitting), budget, above)
         return bool(found)
