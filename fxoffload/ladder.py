@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from .candidates import (
-    NEAR, Candidate, Recomputation, completed, free_names, least_s, packed_first, recomputed, refined, settled, swept, swept_near, unlimited_bytes,
+    NEAR, Candidate, Recomputation, completed, free_names, least_s, packed_first, punctual, recomputed, refined, settled, swept, swept_near, unlimited_bytes,
 )
 from .climb import climbed
 from .liveness import Liveness, liveness
@@ -107,13 +107,15 @@ class Search:
     again: frozenset[Recipe] | None = None
     is_tight: bool = False
 
-    def run(self, budget: int | None) -> None:
-        """The search under `budget`, unlimited when None."""
+    def run(self, budget: int | None, than_s: float | None = None) -> None:
+        """The search under `budget`, unlimited when None, for what is faster than so many seconds: where it is known that nothing is, nothing."""
         self.begin()
         if budget is None:
-            self._accept(Recipe("all"), min(swept(self.problem, self._made(Recipe("all")), self.trained, None), key=_seconds))
+            self._accept(Recipe("all"), punctual(min(swept(self.problem, self._made(Recipe("all")), self.trained, None), key=_seconds)))
             return
         limit = self.limit(budget)
+        if than_s is not None and self.none_faster(limit, than_s):
+            return
         self._descend(list(rungs_within(limit, self.bits)), limit)
 
     def _descend(self, rungs: Sequence[int], limit: int) -> None:
@@ -161,6 +163,11 @@ class Search:
         """Forgets what was found under another budget."""
         self.best, self.short, self.tried, self.host_short_bytes, self.near = None, [], [], 0, None
         self.given, self.offered, self.again, self.is_tight = {}, [], None, False
+
+    @property
+    def suffices(self) -> bool:
+        """Whether the few trained parameters are tried nowhere but where this large step's search has them."""
+        return not self._effort.every and not self.is_tight
 
     @property
     def instead(self) -> tuple[Candidate, ...]:
@@ -211,7 +218,7 @@ class Search:
         for i, (recipe, fitting) in enumerate(fastest):
             given = self.given.get(recipe)
             is_first = self.again is None and i == 0  # of the largest rung, whatever it gave: refined, it may be the best
-            nears = refines and (is_first or self._nears_best(given)) and self._slower_s(recipe, budget) is None
+            nears = refines and (is_first or self._may_be_best(given)) and self._slower_s(recipe, budget) is None
             if nears or self.again is not None and self._is_alike(given):
                 self._complete(recipe, self._others(recipe, rung, fitting), budget, above)
         return bool(found)
@@ -304,6 +311,10 @@ class Search:
     def _nears_best(self, candidate: Candidate | None) -> bool:
         """Whether a large step's candidate takes hardly longer than the best one. Small steps are searched whatever a rung gave."""
         return self._effort.every or self.best is None or candidate is not None and self._is_within(candidate.step_s, self.near_share)
+
+    def _may_be_best(self, candidate: Candidate | None) -> bool:
+        """Whether refining a candidate may make it the best one, by what refining gives."""
+        return self._effort.every or candidate is not None and self._is_within(candidate.step_s, _FIRST_NEAR)
 
     def _is_alike(self, candidate: Candidate | None) -> bool:
         """Whether a large step's candidate is as good as the best one."""

@@ -257,7 +257,8 @@ class _Run:
                 if index in begins:
                     self._begin(index)
                 if seconds:
-                    self._issue()
+                    if issues:
+                        self._issue()
                     self.now += seconds
                 if index in ends:
                     self._end(index)
@@ -298,16 +299,17 @@ class _Run:
         return self.d2h
 
 
-def just_in_time(schedule: Schedule, found: Scan, rates: Rates) -> Scan:
-    """The same scan with no copy to the device started while its channel has enough to do: it takes no less time, but the host issues
+def just_in_time(schedule: Schedule, found: Scan, rates: Rates, found_s: float) -> tuple[Scan, float]:
+    """The same scan, which takes `found_s`, with no copy to the device started while its channel has enough to do, and its seconds: the host issues
     what computes before copies that would stand in a queue, and their memory is free until then. Never slower: the scan as it was where
     this one is."""
     if not rates.overlaps:
-        return found
+        return found, found_s
     run = _JustInTime(schedule, found, rates)
     run.end_s()
     later = replace(found, loads=run.loads(found.loads))
-    return later if schedule_s(schedule, later, rates) <= schedule_s(schedule, found, rates) * (1 + _SAME) else found
+    later_s = schedule_s(schedule, later, rates)
+    return (later, later_s) if later_s <= found_s * (1 + _SAME) else (found, found_s)
 
 
 class _JustInTime(_Run):
@@ -320,19 +322,26 @@ class _JustInTime(_Run):
         self.start: dict[int, int] = {}
 
     def end_s(self) -> float:
+        begins = self.starting.keys() | self.awaited.keys()
+        ends = self.rates.sink_s.keys() | self.until.values() | self.left.keys() | self.leaving.keys()
+        queue, issues = self.queue, self.rates.dispatch_s > 0
         for event, seconds in zip(self.schedule.events, self.rates.event_s):
-            self.queue.extend(self.starting.get(event.index, ()))
-            reached, awaited = self.now, [number for number, _ in self.awaited.get(event.index, ())]
-            while any(number not in self.arrived for number in awaited):
-                self._start(event.index, reached)
-            self.now = max([self.now, *(self.arrived[number] for number in awaited)])
+            index, reached = event.index, self.now
+            if index in begins:
+                queue.extend(self.starting.get(index, ()))
+                awaited = [number for number, _ in self.awaited.get(index, ())]
+                while any([number not in self.arrived for number in awaited]):
+                    self._start(index, reached)
+                self.now = max([self.now, *[self.arrived[number] for number in awaited]])
             if seconds:
-                self._issue()
+                if issues:
+                    self._issue()
                 self.now += seconds
-            self._end(event.index)
+            if index in ends:
+                self._end(index)
             # Until the next event is reached, the channel has this much to do.
-            while self.queue and self.h2d < self.now + _AHEAD_S:
-                self._start(event.index, reached)
+            while queue and self.h2d < self.now + _AHEAD_S:
+                self._start(index, reached)
         return max(self.now, self.h2d, self.d2h)
 
     def loads(self, planned: Iterable[Load]) -> list[Load]:

@@ -20,7 +20,6 @@ from .least_map import least_taken_bytes
 from .liveness import liveness, with_releases
 from .lowered import placing
 from .memory_map import MemoryMap
-from .overlap import schedule_s
 from .plans import Decision
 from .problem import USER_SCALAR_BYTES, Parameter, Problem, apply, outside_bytes, place_parameters
 from .reasons import Tried
@@ -37,7 +36,7 @@ class Solution:
     """The chosen residency and decisions, the lowered graph they give, and what the simulator says of it.
 
     `estimated_s`: the seconds it was estimated at before it was lowered; `after_s`: those of the optimizer's step behind it. `tried`: every
-    candidate of the search. `replays`: it is to be recorded.
+    candidate of the search. `replays`: it is to be recorded. `is_tight`: as of what it was chosen from.
     """
 
     resident: frozenset[str]
@@ -48,6 +47,7 @@ class Solution:
     tried: tuple[Tried, ...] = ()
     replays: bool = False
     after_s: float = 0.0
+    is_tight: bool = False
 
     @property
     def total_s(self) -> float:
@@ -118,7 +118,8 @@ def attempts(problem: Problem, known: Searches | None = None) -> Iterator[Chosen
 class Chosen:
     """The fastest candidate under a live budget, and all that were tried: a Solution to be, if its values keep to the budget at their offsets.
 
-    `after_s`: of the optimizer's step. `instead`: others that are as good.
+    `after_s`: of the optimizer's step. `instead`: others that are as good. `is_tight`: nothing fits the budget's rung or the next, wherever the
+    few trained parameters are.
     """
 
     candidate: Candidate
@@ -126,6 +127,7 @@ class Chosen:
     tried: tuple[Tried, ...]
     after_s: float
     instead: tuple[Candidate, ...] = ()
+    is_tight: bool = False
 
     @property
     def total_s(self) -> float:
@@ -139,14 +141,13 @@ class Chosen:
         found: Chosen | None = None
         for search in searches:
             after_s = problem.after_s(search.trained)
-            if isinstance(search, ThoroughSearch):
-                search.run(budget, None if found is None else found.total_s - after_s)
-            else:
-                search.run(budget)
+            search.run(budget, None if found is None else found.total_s - after_s)
             if search.best is not None:
-                one = Chosen(search.best, budget, tuple(search.tried), after_s, search.instead)
-                found = one if found is None or one.total_s < found.total_s else found
-                if isinstance(search, Search) and not search.is_tight:
+                one = Chosen(search.best, budget, tuple(search.tried), after_s, search.instead, search.is_tight)
+                if found is not None:
+                    one = replace(min(found, one, key=lambda chosen: chosen.total_s), is_tight=found.is_tight and one.is_tight)
+                found = one
+                if search.suffices:
                     break  # few enough to reside
             elif found is None:
                 nearest = search.short
@@ -164,7 +165,7 @@ class Chosen:
 
     def lowered(self, problem: Problem) -> Solution:
         """The candidate lowered: its live bytes keep to the live budget; what its values take at offsets may be more than the device's."""
-        return replace(_complete(problem, self.candidate, self.budget), tried=self.tried, after_s=self.after_s)
+        return replace(_complete(problem, self.candidate, self.budget), tried=self.tried, after_s=self.after_s, is_tight=self.is_tight)
 
 
 def _placed_within(problem: Problem, searches: Sequence[AnySearch], budget: int) -> Iterator[Chosen]:
@@ -220,7 +221,7 @@ def _of_larger(problem: Problem, searches: Sequence[AnySearch], budget: int, run
     most, found = max(search.ample_bytes for search in searches), list[Chosen]()
     while (rung := rung + step_of(rung, _OFFSET_BITS)) <= most:
         chosen = Chosen.of(problem, searches, rung)
-        if problem.footprint.needed_bytes(0) + chosen.candidate.lowered_live_bytes() > budget:
+        if problem.footprint.needed_bytes(0) + chosen.candidate.live_bytes > budget:
             break
         found.append(chosen)
     yield from reversed(found)
@@ -254,7 +255,7 @@ def _complete(problem: Problem, chosen: Candidate, limit: int | None) -> Solutio
     context, footprint = replace(problem.context, machine=problem.machine), problem.footprint
     graph = copy_graph(chosen.schedule.graph)
     place_parameters(graph, problem.parameters, chosen.resident)
-    found = chosen.as_lowered()
+    found = chosen.found
     swaps = decisions_of(chosen.schedule.live, found, context.swap_tier, problem.machine.overlaps)
     decisions = chosen.recomputation.decisions + swaps
     lowered = apply(graph, replace(context, plan=bare(swaps)), _REWRITES)
@@ -270,8 +271,7 @@ def _complete(problem: Problem, chosen: Candidate, limit: int | None) -> Solutio
     else:
         lowered = apply(lowered, replace(context, workspace=problem.workspace, live=live), placing(footprint))
         taken = MemoryMap.of(lowered, context.bounds, problem.workspace, live).taken_bytes(footprint, chosen.outside_bytes)
-    estimated_s = schedule_s(chosen.schedule, found, chosen.recomputation.rates_with(chosen.resident))
-    return Solution(chosen.resident, decisions, lowered, replace(simulation, device_peak_bytes=taken), estimated_s)
+    return Solution(chosen.resident, decisions, lowered, replace(simulation, device_peak_bytes=taken), chosen.step_s)
 
 
 def _refusal(problem: Problem, nearest: Candidate, tried_bytes: int) -> PlanError:

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from zoo import FAMILIES
 
 import fxoffload
-from fxoffload import ladder, planner
+from fxoffload import candidates, ladder, overlap, planner
 from fxoffload import recipes as prices
 from fxoffload.api import captured, planning_options
 from fxoffload.buckets import GROUP_BYTES
@@ -219,14 +219,15 @@ def test_a_candidate_takes_no_less_at_its_offsets_than_is_told_before_it_is_lowe
 
 
 @pytest.mark.integration
-def test_a_candidate_whose_copies_wait_in_the_end_takes_no_less_than_is_told() -> None:
-    one, told = placed_problem(1024, 6, (4, 2048), 5.0), []
+def test_a_candidate_whose_copies_wait_takes_no_less_than_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, told, waited = placed_problem(1024, 6, (4, 2048), 5.0), [], []
+    monkeypatch.setattr(candidates, "just_in_time", lambda *of: waited.append(overlap.just_in_time(*of)[0] is not of[1]) or overlap.just_in_time(*of))
     search = Search(one, frozenset())
     for sixteenths in (16, 6, 5):
         search.run(search.ample_bytes * sixteenths // 16)
-        assert search.best is not None and search.best.as_lowered() != search.best.found
+        assert search.best is not None
         told.append(is_told(one, search.best))
-    assert max(told) <= 1
+    assert any(waited) and max(told) <= 1
     assert min(told) > 0.8, "a bound that tells next to nothing"
 
 
@@ -244,17 +245,22 @@ def test_a_thorough_search_is_asked_for_by_name_and_no_slower(monkeypatch: pytes
 
 
 @pytest.mark.integration
-def test_a_thorough_search_lets_trained_parameters_leave_where_the_step_and_the_optimizers_take_less(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("thorough", (False, True))
+def test_trained_parameters_leave_where_the_step_and_the_optimizers_take_less(thorough: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planner, "TRAINED_SHARE", 1.0)
     least, most = range_of("lora")
     known, slow, total_s = Searches(), Searches(), []
     for budget in (least * 5 // 4, least * 3 // 2, most):
-        one = replace(under("lora", budget), thorough=True)
+        one = replace(under("lora", budget), thorough=thorough)
         assert one.optimizer is not None
         trained = frozenset(name for name, _, _ in one.optimizer.trained)
         chosen, quick = solve(one, known), solve(under("lora", budget))
         assert chosen.after_s == one.after_s(chosen.resident & trained) > 0
         assert chosen.simulation.step_s + chosen.after_s <= quick.simulation.step_s + quick.after_s
+        for residing in (trained, frozenset[str]()):
+            alone = known.of(one, residing)
+            alone.run(budget)
+            assert alone.best is None or chosen.total_s <= (alone.best.step_s + one.after_s(residing)) * (1 + 1e-9)
         total_s.append(chosen.simulation.step_s + chosen.after_s)
         rates = {"host": {"fused_fp32": 1e3}, "device": {"fused_fp32": 1e12}}
         optimizer = replace(one.optimizer, machine=replace(one.machine, optimizer_params_per_s=rates))
