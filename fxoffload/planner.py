@@ -36,7 +36,7 @@ class Solution:
     """The chosen residency and decisions, the lowered graph they give, and what the simulator says of it.
 
     `estimated_s`: the seconds it was estimated at before it was lowered; `after_s`: those of the optimizer's step behind it. `tried`: every
-    candidate of the search. `replays`: it is to be recorded. `is_tight`: as of what it was chosen from.
+    candidate of the search. `replays`: it is to be recorded.
     """
 
     resident: frozenset[str]
@@ -47,7 +47,6 @@ class Solution:
     tried: tuple[Tried, ...] = ()
     replays: bool = False
     after_s: float = 0.0
-    is_tight: bool = False
 
     @property
     def total_s(self) -> float:
@@ -165,7 +164,7 @@ class Chosen:
 
     def lowered(self, problem: Problem) -> Solution:
         """The candidate lowered: its live bytes keep to the live budget; what its values take at offsets may be more than the device's."""
-        return replace(_complete(problem, self.candidate, self.budget), tried=self.tried, after_s=self.after_s, is_tight=self.is_tight)
+        return replace(_complete(problem, self.candidate, self.budget), tried=self.tried, after_s=self.after_s)
 
 
 def _placed_within(problem: Problem, searches: Sequence[AnySearch], budget: int) -> Iterator[Chosen]:

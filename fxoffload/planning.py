@@ -434,8 +434,8 @@ class Planning:
     def _solve(self, graph: fx.Graph, context: Context) -> Solution:
         """The Solution to be replayed from a recording, where the step can be recorded and that has room; else to be called.
 
-        Where a recording takes a noticeable share of the budget, or memory is tight with it, it must not be the slower one, and where what it copies
-        for the caller leaves no room to read that, it is called.
+        Where a recording takes a noticeable share of the budget, it must not be the slower one, and where what it copies for the caller leaves
+        no room to read that, it is called.
         """
         called = self._problem(graph, context)
         if not (called.footprint.by_offsets and self.budgets.pinned) or obstacle(graph) is not None:
@@ -449,7 +449,7 @@ class Planning:
         if obstacle(solution.lowered) is not None:
             return self._solution(called)
         noticed = more * _NOTICEABLE
-        if noticed < self.budgets.device_bytes and is_readable(replayed, solution) and not solution.is_tight:
+        if noticed < self.budgets.device_bytes and is_readable(replayed, solution):
             if not self.thorough:
                 return solution
             # What a smaller budget may run is called: it is this one's plan too where nothing is faster.

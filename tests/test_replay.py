@@ -32,7 +32,6 @@ from fxoffload.footprint import Footprint
 from fxoffload.graph import is_random
 from fxoffload.layout import extent_bytes
 from fxoffload.machine import load_machine
-from fxoffload.planner import Problem, Solution
 from fxoffload.planning import Planning
 from fxoffload.plans import Plan
 from fxoffload.replays import obstacle
@@ -73,18 +72,6 @@ def test_a_step_that_has_no_room_for_a_recording_is_called() -> None:
     plan = planned(FAMILIES["lora"](), "120MiB")
     (graph,) = plan.graphs.values()
     assert not graph.replays and '"replays"' not in plan.to_json()
-
-@pytest.mark.parametrize("is_tight", (False, True))
-def test_a_step_is_called_where_memory_is_tight_for_its_recording_and_a_call_is_faster(is_tight: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    solution_of = Planning._solution
-
-    def solution(self: Planning, problem: Problem) -> Solution:
-        found = replace(solution_of(self, problem), is_tight=is_tight)
-        is_recorded = problem.footprint.recording_bytes is not None
-        return found if is_recorded else replace(found, simulation=replace(found.simulation, step_s=0.0))
-
-    monkeypatch.setattr(Planning, "_solution", solution)
-    assert planned(FAMILIES["lora"](), "8GiB").longest.replays is not is_tight
 
 @pytest.mark.parametrize(("family", "says"), [("mixtral", "known"), ("mamba", None)])
 def test_what_the_host_may_have_to_do_cannot_be_recorded(family: str, says: str | None) -> None:
