@@ -98,6 +98,15 @@ class Candidate:
     def schedule(self) -> Schedule:
         return self.recomputation.schedule
 
+    def as_lowered(self) -> Scan:
+        """What it loads and spills, as the lowered graph does: no copy to the device starts before its channel is soon free."""
+        return just_in_time(self.schedule, self.found, self.recomputation.rates_with(self.resident))
+
+    def lowered_live_bytes(self) -> int:
+        """The live bytes that the lowered graph takes, `outside_bytes` included: copies that start later take theirs later."""
+        used = used_bytes(self.schedule, self.as_lowered())
+        return self.outside_bytes + self.recomputation.ground(self.resident).fixed_bytes + int(used.max(initial=0))
+
     def host_short_bytes(self, problem: Problem) -> int:
         """What the host lacks for it: at most, since not everything it swaps need be there at once."""
         if problem.host_bytes is None:
@@ -360,25 +369,13 @@ def priced(problem: Problem, recomputation: Recomputation, resident: frozenset[s
 
 def settled(problem: Problem, candidate: Candidate, budget_bytes: int) -> Candidate:
     """The candidate, or that with what else the budget it was scanned under has room for where it is faster: before buckets are made,
-    because what came in one cannot stay longer than all of it. Then none of its copies starts before its channel is soon free."""
+    because what came in one cannot stay longer than all of it."""
     assert candidate.used is not None
     more, resident, _ = _filled(problem, candidate, candidate.single, candidate.used[0], budget_bytes, budget_bytes)
-    if more is not candidate.single:
-        used = used_bytes(candidate.schedule, more)
-        candidate = min(candidate, priced(problem, candidate.recomputation, resident, more, used), key=lambda c: c.step_s)
-    return punctual(candidate)
-
-
-def punctual(candidate: Candidate) -> Candidate:
-    """The candidate with no copy to the device started before its channel is soon free: never slower, and what the copies take is taken later."""
-    assert candidate.used is not None
-    schedule, rates = candidate.schedule, candidate.recomputation.rates_with(candidate.resident)
-    found, step_s = just_in_time(schedule, candidate.found, rates, candidate.step_s)
-    if found is candidate.found:
+    if more is candidate.single:
         return candidate
-    used = used_bytes(schedule, found)
-    live_bytes = candidate.outside_bytes + candidate.recomputation.ground(candidate.resident).fixed_bytes + int(used.max(initial=0))
-    return replace(candidate, found=found, step_s=step_s, live_bytes=live_bytes, used=(candidate.used[0], used))
+    used = used_bytes(candidate.schedule, more)
+    return min(candidate, priced(problem, candidate.recomputation, resident, more, used), key=lambda c: c.step_s)
 
 
 def completed(problem: Problem, candidate: Candidate, budget_bytes: int, most_bytes: int) -> Candidate:

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from .candidates import (
-    NEAR, Candidate, Recomputation, completed, free_names, least_s, packed_first, punctual, recomputed, refined, settled, swept, swept_near, unlimited_bytes,
+    NEAR, Candidate, Recomputation, completed, free_names, least_s, packed_first, recomputed, refined, settled, swept, swept_near, unlimited_bytes,
 )
 from .climb import climbed
 from .liveness import Liveness, liveness
@@ -111,7 +111,7 @@ class Search:
         """The search under `budget`, unlimited when None, for what is faster than so many seconds: where it is known that nothing is, nothing."""
         self.begin()
         if budget is None:
-            self._accept(Recipe("all"), punctual(min(swept(self.problem, self._made(Recipe("all")), self.trained, None), key=_seconds)))
+            self._accept(Recipe("all"), min(swept(self.problem, self._made(Recipe("all")), self.trained, None), key=_seconds))
             return
         limit = self.limit(budget)
         if than_s is not None and self.none_faster(limit, than_s):

@@ -299,17 +299,16 @@ class _Run:
         return self.d2h
 
 
-def just_in_time(schedule: Schedule, found: Scan, rates: Rates, found_s: float) -> tuple[Scan, float]:
-    """The same scan, which takes `found_s`, with no copy to the device started while its channel has enough to do, and its seconds: the host issues
+def just_in_time(schedule: Schedule, found: Scan, rates: Rates) -> Scan:
+    """The same scan with no copy to the device started while its channel has enough to do: it takes no less time, but the host issues
     what computes before copies that would stand in a queue, and their memory is free until then. Never slower: the scan as it was where
     this one is."""
     if not rates.overlaps:
-        return found, found_s
+        return found
     run = _JustInTime(schedule, found, rates)
     run.end_s()
     later = replace(found, loads=run.loads(found.loads))
-    later_s = schedule_s(schedule, later, rates)
-    return (later, later_s) if later_s <= found_s * (1 + _SAME) else (found, found_s)
+    return later if schedule_s(schedule, later, rates) <= schedule_s(schedule, found, rates) * (1 + _SAME) else found
 
 
 class _JustInTime(_Run):

@@ -20,6 +20,7 @@ from .least_map import least_taken_bytes
 from .liveness import liveness, with_releases
 from .lowered import placing
 from .memory_map import MemoryMap
+from .overlap import schedule_s
 from .plans import Decision
 from .problem import USER_SCALAR_BYTES, Parameter, Problem, apply, outside_bytes, place_parameters
 from .reasons import Tried
@@ -220,7 +221,7 @@ def _of_larger(problem: Problem, searches: Sequence[AnySearch], budget: int, run
     most, found = max(search.ample_bytes for search in searches), list[Chosen]()
     while (rung := rung + step_of(rung, _OFFSET_BITS)) <= most:
         chosen = Chosen.of(problem, searches, rung)
-        if problem.footprint.needed_bytes(0) + chosen.candidate.live_bytes > budget:
+        if problem.footprint.needed_bytes(0) + chosen.candidate.lowered_live_bytes() > budget:
             break
         found.append(chosen)
     yield from reversed(found)
@@ -254,7 +255,7 @@ def _complete(problem: Problem, chosen: Candidate, limit: int | None) -> Solutio
     context, footprint = replace(problem.context, machine=problem.machine), problem.footprint
     graph = copy_graph(chosen.schedule.graph)
     place_parameters(graph, problem.parameters, chosen.resident)
-    found = chosen.found
+    found = chosen.as_lowered()
     swaps = decisions_of(chosen.schedule.live, found, context.swap_tier, problem.machine.overlaps)
     decisions = chosen.recomputation.decisions + swaps
     lowered = apply(graph, replace(context, plan=bare(swaps)), _REWRITES)
@@ -270,7 +271,8 @@ def _complete(problem: Problem, chosen: Candidate, limit: int | None) -> Solutio
     else:
         lowered = apply(lowered, replace(context, workspace=problem.workspace, live=live), placing(footprint))
         taken = MemoryMap.of(lowered, context.bounds, problem.workspace, live).taken_bytes(footprint, chosen.outside_bytes)
-    return Solution(chosen.resident, decisions, lowered, replace(simulation, device_peak_bytes=taken), chosen.step_s)
+    estimated_s = schedule_s(chosen.schedule, found, chosen.recomputation.rates_with(chosen.resident))
+    return Solution(chosen.resident, decisions, lowered, replace(simulation, device_peak_bytes=taken), estimated_s)
 
 
 def _refusal(problem: Problem, nearest: Candidate, tried_bytes: int) -> PlanError:

@@ -11,7 +11,7 @@ import torch.fx as fx
 
 from fxoffload.errors import PlanError
 from fxoffload.graph import name_of
-from fxoffload.overlap import Rates, just_in_time, overlapped, schedule_s
+from fxoffload.overlap import Rates, just_in_time, overlapped
 from fxoffload.pipeline import Context, Pass
 from fxoffload.plans import Decision
 from fxoffload.spill import Schedule
@@ -33,7 +33,7 @@ def run(graph: fx.Graph, ctx: Context) -> tuple[Decision, ...]:
         fixed_bytes = sum(s.n_bytes for s in schedule.fixed)
         rates = Rates.of(schedule, ctx.bounds, ctx.machine, ctx.swap_tier)
         earlier, _ = overlapped(schedule, found, None if budget is None else budget - fixed_bytes, rates)
-        found, _ = just_in_time(schedule, earlier, rates, schedule_s(schedule, earlier, rates))
+        found = just_in_time(schedule, earlier, rates)
     overlaps = ctx.machine is None or ctx.machine.overlaps
     return decisions_of(live, found, ctx.swap_tier, overlaps)
 
