@@ -1,4 +1,4 @@
-"""Which rungs the search of a large step visits below its budget's own, and whose plan it takes."""
+"""Which rungs the search of a large step visits below its own, whose plan it takes, and which recipes it tries and refines on one."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fxoffload import ladder
-from fxoffload.ladder import Search, rungs_within
+from fxoffload.ladder import OfRung, Search, rungs_within
 from fxoffload.recipes import Recipe
 
 GIB = 1 << 30
@@ -97,3 +98,56 @@ def test_more_memory_is_never_slower_whatever_plateaus_there_are(seed: int, drop
     taken = [descended(rung, curve.__getitem__)[0] for rung in RUNGS]
     for smaller, larger in zip(taken, taken[1:]):
         assert smaller is not None and larger is not None and larger <= smaller
+
+
+def climbed(ways: list[list[float]], n_events: int, best_s: float | None = None) -> tuple[list[float], list[float]]:
+    """The seconds of the recipes that one rung is searched with, and of those that are refined; a recipe stands for its seconds. `best_s`: of a
+    larger rung's best."""
+    search: Any = Search(mock.Mock(), frozenset())
+    search.__dict__["_effort"] = next(one for one in ladder._EFFORTS if n_events <= one.most_events)
+    recipes = [[Recipe("blocks", price=seconds) for seconds in way] for way in ways]
+    tried, refined = list[float](), list[float]()
+    if best_s is not None:
+        search.best, search.again = SimpleNamespace(step_s=best_s), frozenset(one for way in recipes for one in way)
+
+    def first(recipe: Recipe, _rung: int) -> OfRung:
+        tried.append(recipe.price)
+        one: Any = SimpleNamespace(step_s=recipe.price, resident=frozenset(), host_short_bytes=lambda _: 0)
+        return OfRung([one], [one], [one])
+
+    def complete(recipe: Recipe, found: OfRung, _budget: int, _above: int) -> None:
+        search.given.setdefault(recipe, found.settled[0])
+        if search.best is None or recipe.price < search.best.step_s:
+            search.best = found.settled[0]
+
+    def others(recipe: Recipe, _rung: int, fitting: list[Any]) -> OfRung:
+        refined.append(recipe.price)
+        return OfRung([], fitting, fitting)
+
+    with (mock.patch.object(search, "_ways", lambda _: recipes), mock.patch.object(search, "_decided", lambda recipe: (recipe,)),
+          mock.patch.object(search, "_slower_s", lambda *_: None), mock.patch.object(search, "_first", first),
+          mock.patch.object(search, "_complete", complete), mock.patch.object(search, "_others", others)):
+        assert search._climb(8 * GIB, 9 * GIB, 9 * GIB)
+    return tried, refined
+
+
+@pytest.mark.full_search
+def test_the_fastest_recipes_of_a_rung_are_refined_where_they_come_within_a_fiftieth() -> None:
+    """Three of a step of middling size, two of a larger one; the fastest of the largest rung whatever it gave."""
+    ways = [[1.0], [1.01], [1.015], [1.019], [1.03]]
+    assert climbed(ways, 5000)[1] == [1.0, 1.01, 1.015]
+    assert climbed(ways, 7000)[1] == [1.0, 1.01]
+    assert climbed([[1.0], [1.03]], 7000)[1] == [1.0]
+
+
+@pytest.mark.full_search
+def test_on_smaller_rungs_too_what_comes_within_a_fiftieth_of_the_best_is_refined() -> None:
+    assert climbed([[1.015], [1.018], [1.03]], 7000, best_s=1.0)[1] == [1.015, 1.018]
+    assert climbed([[1.025], [1.03]], 7000, best_s=1.0)[1] == []
+
+
+@pytest.mark.full_search
+def test_a_way_of_recipes_goes_on_behind_one_that_is_hardly_slower_in_a_step_of_middling_size() -> None:
+    way = [1.0, 1.005, 0.99, 1.2, 0.9]
+    assert climbed([way], 5000)[0] == [1.0, 1.005, 0.99, 1.2]
+    assert climbed([way], 7000)[0] == [1.0, 1.005]
