@@ -16,6 +16,7 @@ from fxoffload import ladder
 from fxoffload.ladder import OfRung, Search, rungs_within
 from fxoffload.recipes import Recipe
 
+pytestmark = pytest.mark.full_search
 GIB = 1 << 30
 RUNGS = sorted(rung for rung in rungs_within(64 * GIB, 4) if rung >= GIB)
 
@@ -131,7 +132,6 @@ def climbed(ways: list[list[float]], n_events: int, best_s: float | None = None)
     return tried, refined
 
 
-@pytest.mark.full_search
 def test_the_fastest_recipes_of_a_rung_are_refined_where_they_come_within_a_fiftieth() -> None:
     """Three of a step of middling size, two of a larger one; the fastest of the largest rung whatever it gave."""
     ways = [[1.0], [1.01], [1.015], [1.019], [1.03]]
@@ -140,13 +140,11 @@ def test_the_fastest_recipes_of_a_rung_are_refined_where_they_come_within_a_fift
     assert climbed([[1.0], [1.03]], 7000)[1] == [1.0]
 
 
-@pytest.mark.full_search
 def test_on_smaller_rungs_too_what_comes_within_a_fiftieth_of_the_best_is_refined() -> None:
     assert climbed([[1.015], [1.018], [1.03]], 7000, best_s=1.0)[1] == [1.015, 1.018]
     assert climbed([[1.025], [1.03]], 7000, best_s=1.0)[1] == []
 
 
-@pytest.mark.full_search
 def test_a_way_of_recipes_goes_on_behind_one_that_is_hardly_slower_in_a_step_of_middling_size() -> None:
     way = [1.0, 1.005, 0.99, 1.2, 0.9]
     assert climbed([way], 5000)[0] == [1.0, 1.005, 0.99, 1.2]
