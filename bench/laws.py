@@ -2,10 +2,11 @@
 
     python bench/laws.py [--rows 8B-lora,80-full] [--machine h200] [--search quick|thorough] [--bits 4] [--least 5] [--most 80] [--out FILE]
     python bench/laws.py --rows smaller --bits 5 --least 2.5 --most 40 --out bench/results/laws_smaller.json
+    python bench/laws.py --rows others --bits 5 --least 2.5 --most 40 --out bench/results/laws_others.json
 
 Budgets, in GiB, are the rungs of the quick search's own ladder, numbers of 4 significant bits; of more bits, budgets between them too. `slower`:
 budgets predicted slower than a smaller one, the optimizer's step included, by which share of the step without it; `higher`: smaller budgets with a higher predicted peak
-than a larger one, by how many bytes. Steps are those of `bench/plan_time.py`, and smaller ones, each for a machine of its own.
+than a larger one, by how many bytes. Steps are those of `bench/plan_time.py`, smaller ones and others, each for a machine of its own.
 A search takes the processor seconds that are told for each budget; what they share is made once.
 """
 
@@ -38,6 +39,20 @@ SMALLER: dict[str, tuple[Row, str, tuple[int, int], str]] = {
     "quarter-lora": (Row(8, _LORA, "bf16", "5GiB"), "h100", (4, 2048), "reordered"),
     "quarter-full": (Row(8, "all", "bf16", "5GiB"), "a100-40", (4, 2048), "bitwise"),
 }
+# Steps that the search was not looked at with when its rules were chosen, but for what some of them showed later.
+OTHERS: dict[str, tuple[Row, str, tuple[int, int], str]] = {
+    "8B-lora-a100": (Row(32, _LORA, "bf16", "3GiB"), "a100-80", (2, 4096), "bitwise"),
+    "8B-4bit-4090": (Row(32, _LORA, "nf4, double quantization", "3GiB"), "rtx4090", (2, 2048), "reordered"),
+    "40-4bit-5090": (Row(40, _LORA, "nf4, double quantization", "3GiB"), "rtx5090", (1, 4096), "bitwise"),
+    "half-full-b200": (Row(17, "all", "bf16", "3GiB"), "b200", (4, 2048), "bitwise"),
+    "36-full-h100": (Row(36, "all", "bf16", "3GiB"), "h100", (2, 4096), "reordered"),
+    "3B-lora-4090": (Row(28, _LORA, "bf16", "3GiB"), "rtx4090", (4, 2048), "reordered"),
+    "3B-4bit-a100": (Row(28, _LORA, "nf4, double quantization", "3GiB"), "a100-40", (8, 1024), "bitwise"),
+    "24-lora-3090": (Row(24, _LORA, "bf16", "3GiB"), "rtx3090", (1, 4096), "bitwise"),
+    "12-full-l40s": (Row(12, "all", "bf16", "3GiB"), "l40s", (2, 2048), "reordered"),
+    "1B-full-h200": (Row(16, "all", "bf16", "3GiB"), "h200", (1, 4096), "bitwise"),
+}
+_STEPS = SMALLER | OTHERS
 # Numbers that rounding alone tells apart.
 _ROUNDING = 1e-12
 
@@ -60,7 +75,7 @@ class Planned:
 def planned(name: str, machine: str, search: str, bits: int, least_bytes: int, most_bytes: int) -> list[Planned]:
     """The step at every rung within the bytes that has a plan, the smallest first."""
     found = []
-    row, machine, batch, numerics = SMALLER.get(name) or (ROWS[name], machine, BATCH, "bitwise")
+    row, machine, batch, numerics = _STEPS.get(name) or (ROWS[name], machine, BATCH, "bitwise")
     with captured_step(row, machine, search, batch, numerics) as session:
         study = session.study
         for budget in sorted(set(rungs_within(most_bytes, bits))):
@@ -104,10 +119,10 @@ def higher(found: list[Planned]) -> list[dict[str, int]]:
 
 
 def _told(name: str) -> dict[str, object]:
-    """What is special about a smaller step."""
-    if name not in SMALLER:
+    """What is special about a step that is no row of plan_time."""
+    if name not in _STEPS:
         return {}
-    row, machine, batch, numerics = SMALLER[name]
+    row, machine, batch, numerics = _STEPS[name]
     return {"layers": row.layers, "trained": row.trained, "weights": row.weights, "planned_for": machine, "batch": batch, "numerics": numerics}
 
 
@@ -122,7 +137,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results" / "laws.json")
     chosen = parser.parse_args()
     result = {"command": " ".join(["python bench/laws.py", *sys.argv[1:]]), "commit": commit(), "planned_for": chosen.machine, "batch": BATCH, "rows": []}
-    names = list(SMALLER) if chosen.rows == "smaller" else chosen.rows.split(",")
+    names = list({"smaller": SMALLER, "others": OTHERS}.get(chosen.rows, chosen.rows.split(",")))
     for name in names:
         found = planned(name, chosen.machine, chosen.search, chosen.bits, int(chosen.least * 2**30), int(chosen.most * 2**30))
         result["rows"].append({"row": name, **_told(name), "slower": slower(found), "higher": higher(found), "budgets": [asdict(one) for one in found]})

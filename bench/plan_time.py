@@ -52,10 +52,15 @@ ROWS = {
 }
 _WIDTHS = {
     8: {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32},  # a quarter of 8B
+    12: {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32},
     16: {"hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32},
+    17: {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32},
     22: {"hidden_size": 2048, "intermediate_size": 5632, "num_attention_heads": 32},
+    24: {"hidden_size": 2560, "intermediate_size": 9728, "num_attention_heads": 32},
     28: {"hidden_size": 3072, "intermediate_size": 8192, "num_attention_heads": 24},
     32: {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32},
+    36: {"hidden_size": 2048, "intermediate_size": 11008, "num_attention_heads": 16},
+    40: {"hidden_size": 5120, "intermediate_size": 17408, "num_attention_heads": 40},
     80: {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64},
 }
 
