@@ -118,8 +118,7 @@ def attempts(problem: Problem, known: Searches | None = None) -> Iterator[Chosen
 class Chosen:
     """The fastest candidate under a live budget, and all that were tried: a Solution to be, if its values keep to the budget at their offsets.
 
-    `after_s`: of the optimizer's step. `instead`: others that are as good. `is_tight`: nothing fits the budget's rung or the next, wherever the
-    few trained parameters are.
+    `after_s`: of the optimizer's step. `instead`: others that are as good.
     """
 
     candidate: Candidate
@@ -127,7 +126,6 @@ class Chosen:
     tried: tuple[Tried, ...]
     after_s: float
     instead: tuple[Candidate, ...] = ()
-    is_tight: bool = False
 
     @property
     def total_s(self) -> float:
@@ -143,10 +141,8 @@ class Chosen:
             after_s = problem.after_s(search.trained)
             search.run(budget, None if found is None else found.total_s - after_s)
             if search.best is not None:
-                one = Chosen(search.best, budget, tuple(search.tried), after_s, search.instead, search.is_tight)
-                if found is not None:
-                    one = replace(min(found, one, key=lambda chosen: chosen.total_s), is_tight=found.is_tight and one.is_tight)
-                found = one
+                one = Chosen(search.best, budget, tuple(search.tried), after_s, search.instead)
+                found = one if found is None or one.total_s < found.total_s else found
                 if search.suffices:
                     break  # few enough to reside
             elif found is None:

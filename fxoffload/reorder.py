@@ -32,7 +32,7 @@ _CHUNK_BYTES = 256 << 20
 _SHARE = 1 / 64
 # Beside what is read of rows there is nothing but parameters and a few chunks.
 _READING_SHARE = 1 / 16
-# What is tried as well where memory is tight for chunks of that size, or nothing of it fits.
+# What is tried when nothing of that size fits.
 _SMALLER = 4
 
 
@@ -40,16 +40,13 @@ def solve_reordered(problem: Problem, known: Searches | None = None) -> Solution
     """The fastest Solution, with logits whole, in chunks or left to be made when they are read, the same one whatever is `known`. Raises
     PlanError with the smallest shortfall when none fits."""
     limit, known = _limit_bytes(problem), known if known is not None else Searches()
+    tries = list(_variants(problem, limit, known))
     with heap_at_rest():
-        first = list(_variants(problem, limit, known))
-        attempted, refused = _attempted(first, known)
-        is_tight = all(one.chosen.is_tight for one in attempted)
-        found = None if is_tight else _best(attempted, refused)
+        found, refused = _best(tries, known)
         if found is None:
-            smaller = [v for v in _variants(problem, max(1, limit // _SMALLER), known) if v.decisions not in [one.decisions for one in first]]
-            others, refused_too = _attempted(smaller, known)
+            smaller = [v for v in _variants(problem, max(1, limit // _SMALLER), known) if v.decisions not in [t.decisions for t in tries]]
+            found, refused_too = _best(smaller, known)
             refused += refused_too
-            found = _best([*attempted, *others] if is_tight else others, refused)
     if found is None:
         raise min(refused, key=lambda error: error.shortfall_bytes or 0)
     return found
@@ -62,8 +59,7 @@ def solve_in_form(problem: Problem, form: tuple[Decision, ...]) -> Solution:
     for kinds, rewrites in ((Defer, ("defer-outputs",)), (Chunk, ("chunk-loss", "chunk-rows"))):
         variant = next(_applied(variant, tuple(d for d in form if isinstance(d, kinds)), known, *rewrites), variant)
     with heap_at_rest():
-        attempted, refused = _attempted([variant], known)
-        found = _best(attempted, refused)
+        found, refused = _best([variant], known)
     if found is None:
         raise refused[0]
     return found
@@ -167,22 +163,16 @@ def _applied(variant: _Variant, decisions: tuple[Decision, ...], known: Searches
         yield _Variant(variant.decisions + decisions, known.applied(variant.problem, decisions, rewrites), variant.heads)
 
 
-def _attempted(variants: list[_Variant], known: Searches) -> tuple[list[_Attempt], list[PlanError]]:
-    """What is chosen of each variant first, and the refusals of the others."""
-    attempted, refused = list[_Attempt](), list[PlanError]()
+def _best(variants: list[_Variant], known: Searches) -> tuple[Solution | None, list[PlanError]]:
+    """The Solution of the fastest of the variants that can be read, of all where none can, and the refusals of the others. None is lowered but what
+    is the fastest by its estimate."""
+    attempted, refused, unreadable = list[_Attempt](), list[PlanError](), list[Solution]()
     for variant in variants:
         others = attempts(variant.problem, known)
         try:
             attempted.append(_Attempt(variant, next(others), others))
         except PlanError as error:
             refused.append(error)
-    return attempted, refused
-
-
-def _best(attempted: list[_Attempt], refused: list[PlanError]) -> Solution | None:
-    """The Solution of the fastest of the variants that can be read, of all where none can; refusals of others are added to those `refused`. None is
-    lowered but what is the fastest by its estimate."""
-    attempted, unreadable = list(attempted), list[Solution]()
     found, waiting = None, list(attempted)
     while waiting and found is None:
         best = min(waiting, key=lambda one: one.seconds)
@@ -202,4 +192,4 @@ def _best(attempted: list[_Attempt], refused: list[PlanError]) -> Solution | Non
     if found is None and unreadable:
         found = unreadable[0]
     tried = tuple(told for one in attempted for told in one.variant.told(one.chosen))
-    return None if found is None else replace(found, tried=tried)
+    return (None if found is None else replace(found, tried=tried)), refused

@@ -98,7 +98,6 @@ class ThoroughSearch:
     search: OneRung = field(init=False)
     instead: tuple[Candidate, ...] = field(default=(), init=False)
     suffices: bool = field(default=False, init=False)
-    is_tight: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         self.search = OneRung(self.problem, self.trained)
@@ -110,19 +109,16 @@ class ThoroughSearch:
 
     def run(self, budget: int | None, than_s: float | None = None) -> None:
         """The search under `budget`, unlimited when None, for what is faster than so many seconds: what is not may be left out."""
-        self.best, self.short, self.tried, self.host_short_bytes, self.is_tight = None, [], [], 0, False
+        self.best, self.short, self.tried, self.host_short_bytes = None, [], [], 0
         if budget is None:
             self.search.run(None)
             self.best, self.tried = self.search.best, self.search.tried
             return
         limit = self.search.limit(budget)
-        within = list[Alone]()
         for alone in self._within(limit, than_s):
-            within.append(alone)
             self.tried += alone.tried
             self.short += alone.short
             self._take(alone, limit, False)
-        self.is_tight = any(not alone.candidates for alone in within[:2])
         if self.best is not None:
             for alone in self._beyond(limit):
                 self._take(alone, limit, True)
