@@ -218,7 +218,7 @@ class Search:
         for i, (recipe, fitting) in enumerate(fastest):
             given = self.given.get(recipe)
             is_first = self.again is None and i == 0  # of the largest rung, whatever it gave: refined, it may be the best
-            nears = refines and (is_first or self._may_be_best(given)) and self._slower_s(recipe, budget) is None
+            nears = refines and (is_first or self._nears_best(given)) and self._slower_s(recipe, budget) is None
             if nears or self.again is not None and self._is_alike(given):
                 self._complete(recipe, self._others(recipe, rung, fitting), budget, above)
         return bool(found)
@@ -311,10 +311,6 @@ class Search:
     def _nears_best(self, candidate: Candidate | None) -> bool:
         """Whether a large step's candidate takes hardly longer than the best one. Small steps are searched whatever a rung gave."""
         return self._effort.every or self.best is None or candidate is not None and self._is_within(candidate.step_s, self.near_share)
-
-    def _may_be_best(self, candidate: Candidate | None) -> bool:
-        """Whether refining a candidate may make it the best one, by what refining gives."""
-        return self._effort.every or candidate is not None and self._is_within(candidate.step_s, _FIRST_NEAR)
 
     def _is_alike(self, candidate: Candidate | None) -> bool:
         """Whether a large step's candidate is as good as the best one."""

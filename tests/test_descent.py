@@ -108,8 +108,10 @@ def climbed(ways: list[list[float]], n_events: int, best_s: float | None = None)
     search.__dict__["_effort"] = next(one for one in ladder._EFFORTS if n_events <= one.most_events)
     recipes = [[Recipe("blocks", price=seconds) for seconds in way] for way in ways]
     tried, refined = list[float](), list[float]()
+    search.near_share = ladder._FIRST_NEAR
     if best_s is not None:
         search.best, search.again = SimpleNamespace(step_s=best_s), frozenset(one for way in recipes for one in way)
+        search.near_share = search._effort.near
 
     def first(recipe: Recipe, _rung: int) -> OfRung:
         tried.append(recipe.price)
@@ -140,9 +142,11 @@ def test_the_fastest_recipes_of_a_rung_are_refined_where_they_come_within_a_fift
     assert climbed([[1.0], [1.03]], 7000)[1] == [1.0]
 
 
-def test_on_smaller_rungs_too_what_comes_within_a_fiftieth_of_the_best_is_refined() -> None:
-    assert climbed([[1.015], [1.018], [1.03]], 7000, best_s=1.0)[1] == [1.015, 1.018]
-    assert climbed([[1.025], [1.03]], 7000, best_s=1.0)[1] == []
+def test_on_smaller_rungs_what_comes_near_the_best_is_refined() -> None:
+    """Near is a fiftieth on the first two rungs and less on those below, here a thousandth."""
+    assert climbed([[1.0005], [1.018], [1.03]], 7000, best_s=1.0)[1] == [1.0005]
+    assert climbed([[1.0005], [1.0008], [1.03]], 7000, best_s=1.0)[1] == [1.0005, 1.0008]
+    assert climbed([[1.018], [1.03]], 7000, best_s=1.0)[1] == []
 
 
 def test_a_way_of_recipes_goes_on_behind_one_that_is_hardly_slower_in_a_step_of_middling_size() -> None:
