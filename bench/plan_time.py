@@ -149,16 +149,15 @@ class Clock:
 @contextmanager
 def phases() -> Iterator[Clock]:
     """A Clock of the planning that is done inside."""
-    from fxoffload import ladder
     from fxoffload.planner import Chosen
     from fxoffload.planning import Planning
     from fxoffload.recipes import Recipe
+    from fxoffload.rung import OneRung
 
     clock = Clock()
-    recomputed = clock.timed("extraction", ladder.recomputed, lambda _problem, recipe, *_: recipe == Recipe("all"))
     with (
         mock.patch.object(Planning, "_problem", clock.timed("extraction", Planning._problem)),
-        mock.patch.object(ladder, "recomputed", recomputed),
+        mock.patch.object(OneRung, "_made", clock.timed("extraction", OneRung._made, lambda _, recipe: recipe == Recipe("all"))),
         mock.patch.object(Chosen, "of", staticmethod(clock.timed("solve", Chosen.of))),
         mock.patch.object(Chosen, "lowered", clock.timed("lowering", Chosen.lowered)),
     ):

@@ -13,7 +13,6 @@ return; no such copy is held up by more than `_HELD_UP` of its own seconds.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -145,6 +144,9 @@ def bucketed(schedule: Schedule, found: Scan, used: Bytes, limit_bytes: int = GR
 
     `used`: bytes taken at each event, `overlap.used_bytes` of `found`.
     """
+    if (table := schedule.table) is not None:
+        grouped, taken = table.bucketed(found.evaluated(table), used, limit_bytes, _HELD_UP)
+        return Scan(evaluated=grouped, numbers=found), taken
     position, border = schedule.position, schedule.live.border
     ends = {load: stay.last for load, stay in _with_stays(schedule, found)}
     loads = sorted(found.loads, key=lambda load: (load.start, load.before))
@@ -159,7 +161,7 @@ def bucketed(schedule: Schedule, found: Scan, used: Bytes, limit_bytes: int = GR
     for bucket, group in enumerate(search.found):
         start = loads[group[0]].start
         merged.update((loads[i], Load(loads[i].storage, loads[i].before, start, bucket)) for i in group)
-    return replace(found, loads=[merged.get(load, load) for load in found.loads]), search.room.alive
+    return found.having(loads=[merged.get(load, load) for load in found.loads]), search.room.alive
 
 
 def transfers_of(loads: Iterable[Load]) -> list[list[Load]]:

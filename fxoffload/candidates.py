@@ -117,14 +117,20 @@ class Candidate:
         return max(held + swapped - problem.host_bytes, 0)
 
 
-def recomputed(problem: Problem, recipe: Recipe, decisions: tuple[Decision, ...], trained: frozenset[str],
-               known: Costs | None = None) -> Recomputation:
-    """The recipe applied, with the trained parameters `trained` on the device. `known`: see Rates.of."""
+def scheduled(problem: Problem, decisions: tuple[Decision, ...], trained: frozenset[str]) -> Schedule:
+    """The Schedule of the problem's graph with what they decide recomputed, and the trained parameters `trained` on the device."""
     context = problem.context
     graph = copy_graph(problem.graph)
     place_parameters(graph, problem.parameters, trained)
     graph = apply(graph, replace(context, plan=bare(decisions)), BEFORE_SWAPS)
-    schedule = Schedule.of(graph, context.bounds, context.workspace)
+    return Schedule.of(graph, context.bounds, context.workspace)
+
+
+def recomputed(problem: Problem, recipe: Recipe, decisions: tuple[Decision, ...], trained: frozenset[str],
+               known: Costs | None = None, schedule: Schedule | None = None) -> Recomputation:
+    """The recipe applied, with the trained parameters `trained` on the device. `known`: see Rates.of; `schedule`: what `scheduled` gives, where
+    it is known."""
+    context, schedule = problem.context, schedule or scheduled(problem, decisions, trained)
     rates = Rates.of(schedule, context.bounds, problem.machine, context.swap_tier, problem.bucket_bytes, known)
     must = problem.resident if problem.resident is not None else problem.pinned_to_device | trained
     ground = schedule.ground(must)
@@ -149,7 +155,7 @@ def swept(problem: Problem, recomputation: Recomputation, trained: frozenset[str
     """Candidates with every resident set, most bytes first, until two in a row got slower. Of those that do not fit only the one with
     the fewest residents, which lacks least."""
     worse, before = 0, float("inf")
-    every = list(residencies(problem, trained))
+    every = residencies(problem, trained)
     for resident in every:
         candidate = _fitting(problem, recomputation, resident, budget_bytes, resident == every[-1])
         if candidate is None:
@@ -157,7 +163,7 @@ def swept(problem: Problem, recomputation: Recomputation, trained: frozenset[str
         yield candidate
         worse = worse + 1 if candidate.step_s >= before else 0
         before = candidate.step_s
-        if worse == 2 or not candidate.found.loads:
+        if worse == 2 or not candidate.found.has_loads:
             break
 
 
@@ -166,7 +172,7 @@ def swept_near(problem: Problem, recomputation: Recomputation, trained: frozense
     """Candidates with the resident set `near`, the fastest of another recipe, or the largest, then with fewer and fewer bytes resident as long
     as that is faster, and with more and more from the one that has fewest: between all and none resident there may be slower ones than both. Of
     those that do not fit only the one with the fewest."""
-    every = list(residencies(problem, trained))
+    every = residencies(problem, trained)
     tried: dict[frozenset[str], Candidate] = {}
 
     def while_faster(sets: Sequence[frozenset[str]]) -> None:
@@ -182,7 +188,7 @@ def swept_near(problem: Problem, recomputation: Recomputation, trained: frozense
             before = tried[resident].step_s
 
     while_faster(every[every.index(near) if near in every else 0 :])
-    if all(candidate.found.loads for candidate in tried.values()):
+    if all(candidate.found.has_loads for candidate in tried.values()):
         while_faster(every[::-1])
     yield from tried.values()
 
@@ -190,9 +196,18 @@ def swept_near(problem: Problem, recomputation: Recomputation, trained: frozense
 def packed_first(problem: Problem, recomputation: Recomputation, budget_bytes: int) -> Iterator[Candidate]:
     """Candidates in which what is worth most per byte and event resides or stays, with two shares of the memory left to copies under way."""
     shares = _PACKED_SHARES[:2] if problem.machine.overlaps else (0.0,)
-    for resident, kept in _jointly_packed(
-            problem, recomputation, budget_bytes, shares, free_names(problem), recomputation.must, _ONE_MORE_POWERS):
-        yield from packed_as(problem, recomputation, resident, budget_bytes, kept)
+    free, must, context, table = free_names(problem), recomputation.must, problem.context, recomputation.schedule.table
+    if table is None:
+        for resident, kept in _jointly_packed(problem, recomputation, budget_bytes, shares, free, must, _ONE_MORE_POWERS):
+            yield from packed_as(problem, recomputation, resident, budget_bytes, kept)
+        return
+    for share, power in itertools.product(shares, _ONE_MORE_POWERS):
+        room = int(room_of(problem, recomputation, must, budget_bytes) * (1 - share))
+        more, stays = table.packed(
+            recomputation.ground(must), recomputation.rates, room, power, free - must, context.kept_values, context.swapped_values)
+        room = room_of(problem, recomputation, must | more, budget_bytes)
+        found = Scan(evaluated=table.laid_out(recomputation.ground(must | more), recomputation.rates, stays, room))
+        yield from _priced_within(problem, recomputation, must | more, budget_bytes, found)
 
 
 def _fitting(problem: Problem, recomputation: Recomputation, resident: frozenset[str], budget_bytes: int | None,
@@ -210,7 +225,7 @@ def refined(problem: Problem, best: Candidate, trained: frozenset[str], budget_b
     recomputation, tables = best.recomputation, _may_reside(problem) & problem.table_names - best.resident
     if tables and best.step_s <= least_s(problem, recomputation, budget_bytes) * (1 + NEAR):
         yield _with_slack(problem, recomputation, best.resident | tables, budget_bytes)
-    if not best.found.loads:
+    if not best.found.has_loads:
         return
     if problem.machine.overlaps:
         for share in _REFINED_SHARES:
@@ -282,8 +297,13 @@ def _jointly_packed(problem: Problem, recomputation: Recomputation, budget_bytes
 def packed_as(problem: Problem, recomputation: Recomputation, resident: frozenset[str], budget_bytes: int,
               kept: frozenset[Gap]) -> Iterator[Candidate]:
     """The candidate that stays in exactly the `kept` gaps; none where copies under way leave it no room."""
+    found = gaps_of(problem, recomputation, resident).laid_out(kept, room_of(problem, recomputation, resident, budget_bytes))
+    yield from _priced_within(problem, recomputation, resident, budget_bytes, found)
+
+
+def _priced_within(problem: Problem, recomputation: Recomputation, resident: frozenset[str], budget_bytes: int, found: Scan) -> Iterator[Candidate]:
+    """The candidate of a scan, if what it copies has room while it is under way."""
     room, schedule = room_of(problem, recomputation, resident, budget_bytes), recomputation.schedule
-    found = gaps_of(problem, recomputation, resident).laid_out(kept, room)
     candidate = priced(problem, recomputation, resident, *overlapped(schedule, found, room, recomputation.rates_with(resident)))
     if candidate.live_bytes <= problem.footprint.live_bytes(budget_bytes):
         yield candidate
@@ -415,12 +435,17 @@ def _may_reside(problem: Problem) -> frozenset[str]:
     return free_names(problem) | problem.table_names if problem.resident is None else frozenset()
 
 
-def residencies(problem: Problem, trained: frozenset[str]) -> Iterator[frozenset[str]]:
+def residencies(problem: Problem, trained: frozenset[str]) -> tuple[frozenset[str], ...]:
     """Candidate resident sets, most bytes first; `trained` is part of each."""
     if problem.resident is not None:
-        yield problem.resident
-        return
+        return (problem.resident,)
     must = problem.pinned_to_device | trained
+    if must not in problem.residencies:
+        problem.residencies[must] = tuple(_residencies(problem, must))
+    return problem.residencies[must]
+
+
+def _residencies(problem: Problem, must: frozenset[str]) -> Iterator[frozenset[str]]:
     names = problem.free_names - must
     free = [p for p in problem.parameters.values() if p.fqn in names]
     total = sum(p.n_bytes for p in free)

@@ -31,7 +31,7 @@ _RESIDENTS_PER = 3
 def climbed(problem: Problem, start: Candidate, budget_bytes: int, n_tries: int) -> Candidate:
     """The fastest candidate met in so many tries from `start` under the device budget; `start` where none is faster, or where copies do
     not overlap with compute: there packing by worth is what there is (up to 8 % behind the optimum on the steps drawn so far)."""
-    if not start.found.loads or not problem.machine.overlaps:
+    if not start.found.has_loads or not problem.machine.overlaps:
         return start
     climb = _Climb(problem, start, budget_bytes)
     for _ in range(n_tries):

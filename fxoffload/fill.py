@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -70,6 +70,10 @@ def filled(schedule: Schedule, found: Scan, used: Bytes, rates: Rates, capacity_
 
     `used`: the `used_bytes` of `found`. `may_reside`: names of inputs that do not reside and may; `must_leave`: of values that are to be swapped.
     """
+    if (table := schedule.table) is not None:
+        kept, resident, taken_bytes = table.filled(
+            found.evaluated(table), used, rates, capacity_bytes, most_bytes, may_reside, must_leave, list(_tables(schedule, rates, may_reside)))
+        return Filled(found if kept is None else Scan(evaluated=kept, numbers=found), resident, taken_bytes)
     used, n_events = used.copy(), len(schedule.events)
     taken: list[Item] = []
     peak_bytes = int(used.max(initial=0))
@@ -102,10 +106,15 @@ def _items(schedule: Schedule, found: Scan, rates: Rates, may_reside: frozenset[
         elif len(copies) == 1:
             spans = _before(there[storage], position[copies[0].start])
             yield Item(storage, spans, tuple(copies), (spills[storage],), rates.load_s(storage) + rates.spill_s(storage))
-    for storage in schedule.live.first:
-        if storage.name in rates.looked_up and storage.name in may_reside:
-            saved_s = sum(rates.event_s[at] - seconds for at, seconds in rates.looked_up[storage.name])
-            yield Item(storage, ((0, n_events),), (), (), saved_s, resides=True)
+    for storage, saved_s in _tables(schedule, rates, may_reside):
+        yield Item(storage, ((0, n_events),), (), (), saved_s, resides=True)
+
+
+def _tables(schedule: Schedule, rates: Rates, may_reside: frozenset[str]) -> Iterator[tuple[Storage, float]]:
+    """Tables that lookups read on the host and that may reside, with the seconds of lookups that saves."""
+    for name, reads in rates.looked_up.items():
+        if name in may_reside:
+            yield schedule.inputs[name], sum(rates.event_s[at] - seconds for at, seconds in reads)
 
 
 def _inputs(storage: Storage, copies: list[Load], there: list[Span], position: dict[int, int], n_events: int, rates: Rates,
@@ -158,8 +167,8 @@ def _without(found: Scan, items: list[Item]) -> Scan:
     spills = {spill for item in items for spill in item.spills}
     resident = {item.storage for item in items if item.resides}
     joined = {(item.storage, load.before) for item in items for load in item.loads}
-    return replace(
-        found, loads=[load for load in found.loads if load not in loads], spills=[spill for spill in found.spills if spill not in spills],
+    return found.having(
+        loads=[load for load in found.loads if load not in loads], spills=[spill for spill in found.spills if spill not in spills],
         stays=[stay for stay in _joined(found, joined) if stay.storage not in resident])
 
 

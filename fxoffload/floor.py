@@ -13,7 +13,9 @@ import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from .graph import name_of
 from .liveness import Storage, base_nodes, owner_of
@@ -93,18 +95,26 @@ class Needs:
     def least_s(self, capacity_bytes: int, again: frozenset[str] = frozenset()) -> float:
         """The bound under `capacity_bytes` beside the ground's inputs. `again`: names of values that are made again where backward needs
         them."""
-        left = [one for one in self.kept if one.name not in again]
+        left = np.array([name not in again for name in self._names], dtype=np.bool_) if again else None
         made_s = self._made_s(again) if again else 0.0
         f, b = self.forward, self.backward
         if not self.rates.overlaps:
-            moved_s = _left([(k.n_bytes, k.load_s + k.spill_s + k.again_s) for k in left], capacity_bytes)
+            moved_s = self._worths[-1].left_s(capacity_bytes, left)
             return f.compute_s + f.loads_s + f.sinks_s + b.compute_s + b.loads_s + b.sinks_s + made_s + moved_s
-        loads_s, spills_s, again_s = (
-            _left([(k.n_bytes, seconds) for k, seconds in zip(left, column)], capacity_bytes)
-            for column in zip(*((k.load_s, k.spill_s, k.again_s) for k in left))) if left else (0.0, 0.0, 0.0)
+        loads_s, spills_s, again_s = (worth.left_s(capacity_bytes, left) for worth in self._worths[:3])
         forward_s = max(f.compute_s, f.loads_s + loads_s, f.sinks_s + spills_s)
         backward_s = max(b.compute_s + made_s, b.loads_s + again_s, b.sinks_s)
         return max(forward_s + backward_s, self.issue_s, self.ahead_s)
+
+    @functools.cached_property
+    def _names(self) -> list[str]:
+        return [one.name for one in self.kept]
+
+    @functools.cached_property
+    def _worths(self) -> tuple[_Worth, ...]:
+        """Of loads, of spills, of returns, and of all of them."""
+        columns = zip(*((k.load_s, k.spill_s, k.again_s, k.load_s + k.spill_s + k.again_s) for k in self.kept)) if self.kept else ((),) * 4
+        return tuple(_Worth.of([k.n_bytes for k in self.kept], seconds) for seconds in columns)
 
     def _made_s(self, again: frozenset[str]) -> float:
         """Seconds of making again what backward reads of those values, and what that is made from."""
@@ -120,14 +130,33 @@ class Needs:
         return sum(ran.values())
 
 
-def _left(items: Sequence[tuple[int, float]], capacity_bytes: int) -> float:
-    """Seconds of the items, less the most that a part of them, items cut where need be, can hold in `capacity_bytes`."""
-    total, room = sum(seconds for _, seconds in items), max(capacity_bytes, 0)
-    for n_bytes, seconds in sorted(items, key=lambda one: -one[1] / max(one[0], 1)):
-        if n_bytes > room:
-            return max(total - seconds * room / n_bytes, 0.0)
-        total, room = total - seconds, room - n_bytes
-    return max(total, 0.0)
+@dataclass(frozen=True, slots=True)
+class _Worth:
+    """Items by seconds per byte, the most first: their numbers, bytes and seconds."""
+
+    order: np.ndarray[Any, np.dtype[np.int64]]
+    n_bytes: np.ndarray[Any, np.dtype[np.int64]]
+    seconds: np.ndarray[Any, np.dtype[np.float64]]
+
+    @staticmethod
+    def of(n_bytes: Sequence[int], seconds: Sequence[float]) -> _Worth:
+        """Of items of so many bytes and seconds."""
+        sizes, times = np.array(n_bytes, dtype=np.int64), np.array(seconds, dtype=np.float64)
+        order = np.argsort(-times / np.maximum(sizes, 1), kind="stable")
+        return _Worth(order, sizes[order], times[order])
+
+    def left_s(self, capacity_bytes: int, items: np.ndarray[Any, np.dtype[np.bool_]] | None) -> float:
+        """Seconds of those of the `items`, less the most that a part of them, items cut where need be, can hold in `capacity_bytes`."""
+        sizes, times = self.n_bytes, self.seconds
+        if items is not None:
+            chosen = items[self.order]
+            sizes, times = sizes[chosen], times[chosen]
+        room, held = max(capacity_bytes, 0), np.cumsum(sizes)
+        first = int(np.searchsorted(held, room, side="right"))
+        if first == len(sizes):
+            return 0.0
+        part = (room - (int(held[first - 1]) if first else 0)) / int(sizes[first])
+        return max(float(times[first:].sum() - times[first] * part), 0.0)
 
 
 def _first_loads(schedule: Schedule, ground: Ground, rates: Rates, may_reside: frozenset[str]) -> list[float]:

@@ -43,14 +43,15 @@ class Rates:
     """Seconds of every event of a Schedule, of a copy of a Storage to and from the device, and of issuing one op.
 
     `event_s`: with every lookup reading its table where the graph has it; `looked_up`: of each table on the host, by name, the numbers of the
-    events that read it and their seconds when it resides (`with_residents`). `merged_s`: seconds of several inputs' copies as one.
+    events that read it and their seconds when it resides (`with_residents`). `merged_s`: seconds of so many bytes of several
+    inputs' copies as one, the first of them that Storage.
     `least_load_s`: what a copy adds to whatever copy it comes with, at least. `sink_s`: seconds of the copies that are events themselves, the
     gradients', by node index.
     """
 
     event_s: Sequence[float]
     load_s: Callable[[Storage], float]
-    merged_s: Callable[[Sequence[Storage]], float]
+    merged_s: Callable[[int, Storage], float]
     least_load_s: Callable[[Storage], float]
     spill_s: Callable[[Storage], float]
     sink_s: Mapping[int, float]
@@ -75,8 +76,8 @@ class Rates:
         def load_s(storage: Storage) -> float:
             return transfer_s(storage.n_bytes, Channel.H2D, home(storage))
 
-        def merged_s(storages: Sequence[Storage]) -> float:
-            return transfer_s(sum(storage.n_bytes for storage in storages), Channel.H2D, home(storages[0]))
+        def merged_s(n_bytes: int, first: Storage) -> float:
+            return transfer_s(n_bytes, Channel.H2D, home(first))
 
         @functools.cache
         def least_load_s(storage: Storage) -> float:
@@ -138,12 +139,15 @@ def overlapped(schedule: Schedule, found: Scan, capacity_bytes: int | None, rate
     if not rates.overlaps:
         return found, used_bytes(schedule, found)
     capacity = NEVER if capacity_bytes is None else capacity_bytes
+    if (table := schedule.table) is not None:
+        apart, used = table.overlapped(found.evaluated(table), capacity, rates, _SLACK)
+        return Scan(evaluated=apart, numbers=found), used
     # Bytes free during each event, once every value is dropped at its last use; what is under way is taken from them.
     free = capacity - stayed_bytes(schedule, found) - schedule.workspace
     before_use = list(accumulate(rates.event_s, initial=0.0))
     loads = _earlier(schedule, found, free, before_use, rates)
     sinks = _later(schedule, found, free, before_use, rates)
-    return replace(found, loads=loads, sinks=sinks), capacity - free
+    return found.having(loads=loads, sinks=sinks), capacity - free
 
 
 def _earlier(schedule: Schedule, found: Scan, free: Bytes, before_use: list[float], rates: Rates) -> list[Load]:
@@ -207,11 +211,15 @@ def schedule_s(schedule: Schedule, found: Scan, rates: Rates) -> float:
     if not rates.overlaps:
         loads_s = sum(_transfer_s(members, rates) for members in transfers_of(found.loads))
         return sum(rates.event_s) + loads_s + sum(rates.spill_s(spill.storage) for spill in found.spills) + sum(rates.sink_s.values())
+    if (table := schedule.table) is not None:
+        return table.seconds(found.evaluated(table), rates)
     return _Run(schedule, found, rates).end_s()
 
 
 def stalls_s(schedule: Schedule, found: Scan, rates: Rates) -> dict[Storage, float]:
     """Seconds that compute waits for copies of each Storage to the device, of those it waits for."""
+    if (table := schedule.table) is not None:
+        return table.stalls_s(found.evaluated(table), rates)
     run = _Run(schedule, found, rates)
     run.end_s()
     return run.stalls
@@ -219,7 +227,9 @@ def stalls_s(schedule: Schedule, found: Scan, rates: Rates) -> dict[Storage, flo
 
 def _transfer_s(members: Sequence[Load], rates: Rates) -> float:
     """Seconds of a load, or of a bucket of them."""
-    return rates.load_s(members[0].storage) if len(members) == 1 else rates.merged_s([load.storage for load in members])
+    if len(members) == 1:
+        return rates.load_s(members[0].storage)
+    return rates.merged_s(sum([load.storage.n_bytes for load in members]), members[0].storage)
 
 
 class _Run:
@@ -305,9 +315,12 @@ def just_in_time(schedule: Schedule, found: Scan, rates: Rates) -> Scan:
     this one is."""
     if not rates.overlaps:
         return found
-    run = _JustInTime(schedule, found, rates)
-    run.end_s()
-    later = replace(found, loads=run.loads(found.loads))
+    if (table := schedule.table) is not None:
+        later = Scan(evaluated=table.just_in_time(found.evaluated(table), rates, _AHEAD_S, _FASTER), numbers=found)
+    else:
+        run = _JustInTime(schedule, found, rates)
+        run.end_s()
+        later = found.having(loads=run.loads(found.loads))
     return later if schedule_s(schedule, later, rates) <= schedule_s(schedule, found, rates) * (1 + _SAME) else found
 
 
@@ -372,6 +385,8 @@ def stayed_bytes(schedule: Schedule, found: Scan) -> Bytes:
 
 def used_bytes(schedule: Schedule, found: Scan) -> Bytes:
     """Bytes beside the fixed inputs that each event finds taken, copies under way and what buckets take more included."""
+    if (table := schedule.table) is not None:
+        return table.used_bytes(found.evaluated(table))
     position, events = schedule.position, schedule.events
     loads = ((position[load.start], position[load.before], load.storage.n_bytes) for load in found.loads)
     sinks = ((position[start] + 1, position[until] + 1, _bytes(events[position[start]])) for start, until in found.sinks)

@@ -24,10 +24,10 @@ from .overlap import schedule_s
 from .plans import Decision
 from .problem import USER_SCALAR_BYTES, Parameter, Problem, apply, outside_bytes, place_parameters
 from .reasons import Tried
+from .rung import Schedules, Shared
 from .simulate import Simulation, simulate
 from .sizes import format_bytes
 from .swaps import decisions_of
-from .thorough import ThoroughSearch
 
 __all__ = ["TRAINED_SHARE", "USER_SCALAR_BYTES", "Parameter", "Problem", "Searches", "Solution", "outside_bytes", "place_parameters", "solve"]
 
@@ -60,18 +60,16 @@ class Solution:
 _OFFSET_BITS = 6
 
 
-AnySearch = Search | ThoroughSearch
-
-
 @dataclass(slots=True)
 class Searches:
     """The Searches so far: problems that differ in nothing but the budget share them, and no rung is searched twice.
 
-    `graphs`: those that the search is of, by the graph before its lookups and chunks, and these.
+    `graphs`: those that the search is of, by the graph before its lookups and chunks, and these. `schedules`: see Shared.
     """
 
-    found: list[AnySearch] = field(default_factory=list)
+    found: list[Search] = field(default_factory=list)
     graphs: dict[tuple[fx.Graph, tuple[Decision, ...]], fx.Graph] = field(default_factory=dict)
+    schedules: Schedules = field(default_factory=dict)
 
     def applied(self, problem: Problem, decisions: tuple[Decision, ...], rewrites: Sequence[str]) -> Problem:
         """The problem with the decisions applied by those rewrites, once."""
@@ -81,13 +79,16 @@ class Searches:
             self.graphs[key] = apply(copy_graph(problem.graph), context, rewrites)
         return replace(problem, graph=self.graphs[key])
 
-    def of(self, problem: Problem, trained: frozenset[str]) -> AnySearch:
+    def of(self, problem: Problem, trained: frozenset[str]) -> Search:
         """The Search of the problem with those trained parameters on the device."""
         problem = replace(problem, context=replace(problem.context, device_budget_bytes=None))
+        shared = Shared(schedules=self.schedules)
         for search in self.found:
-            if search.trained == trained and search.problem == problem:
-                return search
-        self.found.append(ThoroughSearch(problem, trained) if problem.thorough else Search(problem, trained))
+            if search.problem == problem:
+                if search.trained == trained:
+                    return search
+                shared = search.shared
+        self.found.append(Search(problem, trained, shared=shared))
         return self.found[-1]
 
 
@@ -103,10 +104,14 @@ def solve(problem: Problem, known: Searches | None = None) -> Solution:
     raise AssertionError("attempts end in a Solution or a PlanError")
 
 
-def attempts(problem: Problem, known: Searches | None = None) -> Iterator[Chosen]:
-    """What may become the Solution, the fastest first, as long as none does. Ends in a PlanError with the true shortfall."""
+def attempts(problem: Problem, known: Searches | None = None, below: int | None = None) -> Iterator[Chosen]:
+    """What may become the Solution, the fastest first, as long as none does. Ends in a PlanError with the true shortfall. `below`: rungs from there
+    on are left out."""
     known = known if known is not None else Searches()
-    searches = [known.of(problem, trained) for trained in _trained_residents(problem)]
+    searches = searches_of(problem, known)
+    if below is not None:
+        for search in searches:
+            search.below = below if search.below is None else min(below, search.below)
     budget = problem.context.device_budget_bytes
     if budget is None or not problem.footprint.by_offsets:
         yield Chosen.of(problem, searches, budget)
@@ -118,14 +123,13 @@ def attempts(problem: Problem, known: Searches | None = None) -> Iterator[Chosen
 class Chosen:
     """The fastest candidate under a live budget, and all that were tried: a Solution to be, if its values keep to the budget at their offsets.
 
-    `after_s`: of the optimizer's step. `instead`: others that are as good.
+    `after_s`: of the optimizer's step.
     """
 
     candidate: Candidate
     budget: int | None
     tried: tuple[Tried, ...]
     after_s: float
-    instead: tuple[Candidate, ...] = ()
 
     @property
     def total_s(self) -> float:
@@ -133,7 +137,7 @@ class Chosen:
         return self.candidate.step_s + self.after_s
 
     @staticmethod
-    def of(problem: Problem, searches: Sequence[AnySearch], budget: int | None) -> Chosen:
+    def of(problem: Problem, searches: Sequence[Search], budget: int | None) -> Chosen:
         """What the searches find. Raises PlanError when they find nothing."""
         nearest: list[tuple[Candidate, int]] = []
         found: Chosen | None = None
@@ -141,12 +145,10 @@ class Chosen:
             after_s = problem.after_s(search.trained)
             search.run(budget, None if found is None else found.total_s - after_s)
             if search.best is not None:
-                one = Chosen(search.best, budget, tuple(search.tried), after_s, search.instead)
+                one = Chosen(search.best, budget, tuple(search.tried), after_s)
                 found = one if found is None or one.total_s < found.total_s else found
-                if search.suffices:
-                    break  # few enough to reside
             elif found is None:
-                nearest = search.short
+                nearest = search.short or nearest
                 if search.host_short_bytes:
                     raise HostShort(f"no plan tried keeps to {problem.host_bytes} bytes of host memory", search.host_short_bytes)
         if found is not None:
@@ -164,20 +166,17 @@ class Chosen:
         return replace(_complete(problem, self.candidate, self.budget), tried=self.tried, after_s=self.after_s)
 
 
-def _placed_within(problem: Problem, searches: Sequence[AnySearch], budget: int) -> Iterator[Chosen]:
+def _placed_within(problem: Problem, searches: Sequence[Search], budget: int) -> Iterator[Chosen]:
     """The candidates of live budgets, the largest first, whose values may keep to `budget` at their offsets.
 
     Live budgets are rungs that no budget changes, and the least one that works: so a larger budget has the plans of a smaller one to
-    choose from, and of two plans the one that takes less is taken only where the other does not fit. What is as good as the one of a live budget
-    comes before that of the next, unless this is faster.
+    choose from, and of two plans the one that takes less is taken only where the other does not fit.
     """
-    over, instead = None, list[Chosen]()
+    over = None
     for chosen in _of_live_budgets(problem, searches, budget):
-        yield from (one for one in instead if one.total_s <= chosen.total_s and least_taken_bytes(problem, one.candidate) <= budget)
-        over, instead = chosen, [replace(chosen, candidate=one, instead=()) for one in chosen.instead]
+        over = chosen
         if least_taken_bytes(problem, chosen.candidate) <= budget:
             yield chosen
-    yield from (one for one in instead if least_taken_bytes(problem, one.candidate) <= budget)
     assert over is not None
     over_bytes = over.lowered(problem).simulation.device_peak_bytes - budget
     raise PlanError(
@@ -185,7 +184,7 @@ def _placed_within(problem: Problem, searches: Sequence[AnySearch], budget: int)
         "leave gaps between them. The missing bytes would help.", over_bytes)
 
 
-def _of_live_budgets(problem: Problem, searches: Sequence[AnySearch], budget: int) -> Iterator[Chosen]:
+def _of_live_budgets(problem: Problem, searches: Sequence[Search], budget: int) -> Iterator[Chosen]:
     """What is chosen under the rungs within the budget, the largest first, then under the least one that works. Raises PlanError where nothing is."""
     found, refusal = False, None
     for live_budget in rungs_within(budget, _OFFSET_BITS):
@@ -194,7 +193,7 @@ def _of_live_budgets(problem: Problem, searches: Sequence[AnySearch], budget: in
         except PlanError as error:
             refusal = error
             break
-        if problem.thorough and not found:
+        if not found:
             yield from _of_larger(problem, searches, budget, live_budget)
         found = True
         yield chosen
@@ -211,7 +210,7 @@ def _of_live_budgets(problem: Problem, searches: Sequence[AnySearch], budget: in
         raise refusal
 
 
-def _of_larger(problem: Problem, searches: Sequence[AnySearch], budget: int, rung: int) -> Iterator[Chosen]:
+def _of_larger(problem: Problem, searches: Sequence[Search], budget: int, rung: int) -> Iterator[Chosen]:
     """What is chosen under rungs above the largest one within the budget, the largest first, and takes no more than the budget even so: under
     a larger budget it may be the plan, and then it is to be this one's."""
     most, found = max(search.ample_bytes for search in searches), list[Chosen]()
@@ -228,18 +227,22 @@ def _of_larger(problem: Problem, searches: Sequence[AnySearch], budget: int, run
 TRAINED_SHARE = 0.02
 
 
-def _trained_residents(problem: Problem) -> Iterator[frozenset[str]]:
-    """Which trained parameters to let reside: all of them when they are few (adapters), then none."""
+def searches_of(problem: Problem, known: Searches) -> list[Search]:
+    """Of the trained parameters on the device, where they are few (adapters), and of none there. Of a large step's rungs the first has those on which
+    they are few, the second those on which they are not, or memory is tight: which ones does not depend on the budget."""
     trained = {p.fqn: p.n_bytes for p in problem.parameters.values() if p.trainable}
     if problem.resident is not None:
-        yield frozenset(trained) & problem.resident
-        return
+        return [known.of(problem, frozenset(trained) & problem.resident)]
     must = frozenset(trained) & problem.pinned_to_device
-    budget = problem.context.device_budget_bytes
-    limit = TRAINED_SHARE * min(sum(p.n_bytes for p in problem.parameters.values()), budget or 1 << 62)
-    if problem.trained_may_reside and trained and sum(trained.values()) <= limit:
-        yield (frozenset(trained) - problem.pinned_to_host) | must
-    yield must
+    beside = known.of(problem, must)
+    n_bytes = sum(trained.values())
+    if not problem.trained_may_reside or not trained or n_bytes > TRAINED_SHARE * sum(p.n_bytes for p in problem.parameters.values()):
+        return [beside]
+    there = known.of(problem, (frozenset(trained) - problem.pinned_to_host) | must)
+    there.first = int(n_bytes / TRAINED_SHARE)
+    if there.one.is_large:
+        beside.below = max(there.first, there.one.tight_bytes)
+    return [there, beside]
 
 
 # The rewrites that apply what the search decides beside its recipe; releases come behind them.

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch.fx as fx
 
 from .account import OptimizerStep
+from .blocks import block_position
 from .buckets import GROUP_BYTES
 from .effects import Tier
 from .footprint import Footprint
-from .graph import Role, info, set_info
+from .graph import Role, info, name_of, set_info
 from .liveness import no_workspace
 from .machine import Machine
 from .ops import only_looked_up
@@ -66,6 +67,7 @@ class Problem:
     host_bytes: int | None = None
     optimizer: OptimizerStep | None = None
     thorough: bool = False
+    residencies: dict[frozenset[str], tuple[frozenset[str], ...]] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def after_s(self, trained: frozenset[str]) -> float:
         """Seconds of the optimizer's step with those trained parameters on the device; 0 where they are unknown."""
@@ -87,6 +89,11 @@ class Problem:
         used = {info(n).fqn for n in inputs if n.users and only_looked_up(n) is looked_up}
         free = (p for p in self.parameters.values() if p.fqn in used and not p.trainable)
         return frozenset(p.fqn for p in free if p.fqn not in self.pinned_to_host)
+
+    @functools.cached_property
+    def n_blocks(self) -> int:
+        """Repeated blocks of the model."""
+        return 1 + max((i for node in self.graph.nodes if (i := block_position(name_of(node))) is not None), default=-1)
 
     @property
     def live_budget_bytes(self) -> int | None:

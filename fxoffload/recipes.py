@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from .blocks import block_position
-from .graph import name_of
 from .liveness import Liveness
 from .pipeline import Option
 from .plans import Decision
@@ -38,7 +36,7 @@ class Recipe:
 def recipes(problem: Problem) -> list[Recipe]:
     """In the order of what they recompute: nothing, then in all blocks at one price after the other. Where there are no blocks, nothing and
     what is cheap."""
-    n_blocks = 1 + max((i for node in problem.graph.nodes if (i := block_position(name_of(node))) is not None), default=-1)
+    n_blocks = problem.n_blocks
     if not n_blocks:
         return [Recipe("all"), Recipe("costly")]
     most = [] if problem.host_bytes is None else [_ANY_PRICE]

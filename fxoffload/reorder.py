@@ -6,6 +6,7 @@ Nothing else of a search changes: a chunked graph is a Problem like any other, a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -20,7 +21,7 @@ from .heap import heap_at_rest
 from .liveness import live_curve, liveness
 from .losses import Whole, find_losses
 from .memory_map import MemoryMap, reading_bytes
-from .planner import Chosen, Problem, Searches, Solution, attempts
+from .planner import Chosen, Problem, Searches, Solution, attempts, searches_of
 from .problem import decide
 from .plans import Chunk, Decision, Defer
 from .readings import find_readings
@@ -32,7 +33,7 @@ _CHUNK_BYTES = 256 << 20
 _SHARE = 1 / 64
 # Beside what is read of rows there is nothing but parameters and a few chunks.
 _READING_SHARE = 1 / 16
-# What is tried when nothing of that size fits.
+# What is tried where memory is tight for that size.
 _SMALLER = 4
 
 
@@ -42,11 +43,15 @@ def solve_reordered(problem: Problem, known: Searches | None = None) -> Solution
     limit, known = _limit_bytes(problem), known if known is not None else Searches()
     tries = list(_variants(problem, limit, known))
     with heap_at_rest():
-        found, refused = _best(tries, known)
-        if found is None:
+        found, seconds, refused = _best(tries, known)
+        # On rungs where memory is tight for all of these, which does not depend on the budget, there may be smaller chunks.
+        searches = [search for one in tries for search in searches_of(one.problem, known)]
+        below = min(search.one.tight_bytes for search in searches)
+        if problem.context.device_budget_bytes is not None and not (
+                found is not None and all(search.none_faster(below, seconds) for search in searches)):
             smaller = [v for v in _variants(problem, max(1, limit // _SMALLER), known) if v.decisions not in [t.decisions for t in tries]]
-            found, refused_too = _best(smaller, known)
-            refused += refused_too
+            other, _, refused_too = _best(smaller, known, below, seconds)
+            found, refused = other or found, refused + refused_too
     if found is None:
         raise min(refused, key=lambda error: error.shortfall_bytes or 0)
     return found
@@ -59,7 +64,7 @@ def solve_in_form(problem: Problem, form: tuple[Decision, ...]) -> Solution:
     for kinds, rewrites in ((Defer, ("defer-outputs",)), (Chunk, ("chunk-loss", "chunk-rows"))):
         variant = next(_applied(variant, tuple(d for d in form if isinstance(d, kinds)), known, *rewrites), variant)
     with heap_at_rest():
-        found, refused = _best([variant], known)
+        found, _, refused = _best([variant], known)
     if found is None:
         raise refused[0]
     return found
@@ -163,12 +168,14 @@ def _applied(variant: _Variant, decisions: tuple[Decision, ...], known: Searches
         yield _Variant(variant.decisions + decisions, known.applied(variant.problem, decisions, rewrites), variant.heads)
 
 
-def _best(variants: list[_Variant], known: Searches) -> tuple[Solution | None, list[PlanError]]:
-    """The Solution of the fastest of the variants that can be read, of all where none can, and the refusals of the others. None is lowered but what
-    is the fastest by its estimate."""
-    attempted, refused, unreadable = list[_Attempt](), list[PlanError](), list[Solution]()
+def _best(
+    variants: list[_Variant], known: Searches, below: int | None = None, than_s: float = math.inf
+) -> tuple[Solution | None, float, list[PlanError]]:
+    """The Solution of the fastest of the variants that can be read, of all where none can, its seconds by their estimate, and the refusals of the
+    others. None is lowered but what is the fastest by its estimate, and faster `than_s`. `below`: rungs from there on are left out."""
+    attempted, refused, unreadable, seconds = list[_Attempt](), list[PlanError](), list[tuple[Solution, float]](), math.inf
     for variant in variants:
-        others = attempts(variant.problem, known)
+        others = attempts(variant.problem, known, below)
         try:
             attempted.append(_Attempt(variant, next(others), others))
         except PlanError as error:
@@ -176,6 +183,8 @@ def _best(variants: list[_Variant], known: Searches) -> tuple[Solution | None, l
     found, waiting = None, list(attempted)
     while waiting and found is None:
         best = min(waiting, key=lambda one: one.seconds)
+        if best.seconds >= than_s:
+            return None, math.inf, refused
         solution = best.variant.completed(best.chosen)
         if solution is None:
             try:
@@ -185,11 +194,11 @@ def _best(variants: list[_Variant], known: Searches) -> tuple[Solution | None, l
                 waiting.remove(best)
                 attempted.remove(best)
         elif is_readable(best.variant.problem, solution):
-            found = solution
+            found, seconds = solution, best.seconds
         else:
-            unreadable.append(solution)
+            unreadable.append((solution, best.seconds))
             waiting.remove(best)
     if found is None and unreadable:
-        found = unreadable[0]
+        found, seconds = unreadable[0]
     tried = tuple(told for one in attempted for told in one.variant.told(one.chosen))
-    return (None if found is None else replace(found, tried=tried)), refused
+    return (None if found is None else replace(found, tried=tried)), seconds, refused

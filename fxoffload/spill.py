@@ -11,11 +11,11 @@ from __future__ import annotations
 import functools
 import operator
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch.fx as fx
@@ -26,6 +26,7 @@ from .donation import takes_a_place
 from .effects import Tier
 from .graph import Bounds, has_fixed_layout, operands, output_of, returned
 from .liveness import Liveness, Storage, is_view, liveness, no_workspace
+from .native import Evaluated, Table, library
 
 # Bytes at each event; NEVER stands for no limit, and 64 bits hold it.
 Bytes = np.ndarray[tuple[int], np.dtype[np.int64]]
@@ -72,27 +73,103 @@ class Sunk(NamedTuple):
     until: int
 
 
-@dataclass
-class Scan:
-    """What the scan decided. `shortfall_bytes` > 0: the capacity is that much too small, at node `worst`."""
+class Lists(NamedTuple):
+    """What a scan decided, one by one."""
 
-    loads: list[Load] = field(default_factory=list)
-    spills: list[Spill] = field(default_factory=list)
-    sinks: list[Sunk] = field(default_factory=list)
-    stays: list[Stay] = field(default_factory=list)
-    peak_bytes: int = 0
-    peak_index: int = 0
-    shortfall_bytes: int = 0
-    worst: int = 0
-    live_at_worst: tuple[Storage, ...] = ()
+    loads: list[Load]
+    spills: list[Spill]
+    sinks: list[Sunk]
+    stays: list[Stay]
+
+
+class Scan:
+    """What the scan decided. `shortfall_bytes` > 0: the capacity is that much too small, at node `worst`.
+
+    Where the evaluator found it, it holds it as numbers, and the lists are made when they are asked for.
+    """
+
+    __slots__ = ("_lists", "_evaluated", "peak_bytes", "peak_index", "shortfall_bytes", "worst", "_live_at_worst")
+
+    def __init__(self, lists: Lists | None = None, evaluated: Evaluated | None = None, numbers: Scan | None = None) -> None:
+        """Of the lists, or of what the evaluator holds. The other numbers are those of `numbers`, where given."""
+        self._lists = lists if lists is not None or evaluated is not None else Lists([], [], [], [])
+        self._evaluated = evaluated
+        self.peak_bytes = self.peak_index = self.shortfall_bytes = self.worst = 0
+        self._live_at_worst: tuple[Storage, ...] | None = None if evaluated is not None else ()
+        if numbers is not None:
+            self.peak_bytes, self.peak_index, self.shortfall_bytes = numbers.peak_bytes, numbers.peak_index, numbers.shortfall_bytes
+            self.worst, self._live_at_worst = numbers.worst, numbers._live_at_worst
+        elif evaluated is not None:
+            self.peak_bytes, peak, self.shortfall_bytes, worst = evaluated.numbers
+            index = evaluated.table.index
+            self.peak_index, self.worst = index[peak] if self.peak_bytes else 0, index[worst] if self.shortfall_bytes else 0
 
     @property
-    def loaded_bytes(self) -> int:
-        return sum(load.storage.n_bytes for load in self.loads)
+    def loads(self) -> list[Load]:
+        return self.lists.loads
+
+    @property
+    def spills(self) -> list[Spill]:
+        return self.lists.spills
+
+    @property
+    def sinks(self) -> list[Sunk]:
+        return self.lists.sinks
+
+    @property
+    def stays(self) -> list[Stay]:
+        return self.lists.stays
+
+    @property
+    def live_at_worst(self) -> tuple[Storage, ...]:
+        """What is on the device, or should be, at `worst`."""
+        if self._live_at_worst is None:
+            assert self._evaluated is not None
+            storages = self._evaluated.table.storages
+            self._live_at_worst = tuple([storages[i] for i, in self._evaluated.columns()[-1]])
+        return self._live_at_worst
+
+    @live_at_worst.setter
+    def live_at_worst(self, storages: tuple[Storage, ...]) -> None:
+        self._live_at_worst = storages
+
+    @property
+    def has_loads(self) -> bool:
+        """Whether anything is copied to the device."""
+        return bool(self._evaluated.counts[0] if self._evaluated is not None else self.loads)
 
     @property
     def spilled_bytes(self) -> int:
-        return sum(spill.storage.n_bytes for spill in self.spills)
+        return sum([spill.storage.n_bytes for spill in self.spills])
+
+    @property
+    def lists(self) -> Lists:
+        """The scan, one by one."""
+        if self._lists is None:
+            assert self._evaluated is not None
+            table, (loads, spills, sinks, stays, _) = self._evaluated.table, self._evaluated.columns()
+            storages, index = table.storages, table.index
+            self._lists = Lists(
+                [Load(storages[s], index[before], index[start], None if bucket < 0 else bucket) for s, before, start, bucket in loads],
+                [Spill(storages[s], index[after], index[until]) for s, after, until in spills],
+                [Sunk(index[start], index[until]) for start, until in sinks],
+                [Stay(storages[s], first, last) for s, first, last in stays])
+        return self._lists
+
+    def evaluated(self, table: Table) -> Evaluated:
+        """The scan as the evaluator holds it."""
+        if self._evaluated is None:
+            number, position = table.number, table.schedule.position
+            loads, spills, sinks, stays = self.lists
+            self._evaluated = table.made(
+                [(number[s], position[before], position[start], -1 if bucket is None else bucket) for s, before, start, bucket in loads],
+                [(number[s], position[after], position[until]) for s, after, until in spills],
+                [(position[start], position[until]) for start, until in sinks], [(number[s], first, last) for s, first, last in stays])
+        return self._evaluated
+
+    def having(self, **lists: list[Any]) -> Scan:
+        """The scan with other lists."""
+        return Scan(self.lists._replace(**lists), numbers=self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,24 +224,66 @@ def _aliased(values: Iterable[Argument], live: Liveness) -> tuple[Storage, ...]:
     return tuple(dict.fromkeys([s for v in values if isinstance(v, fx.Node) for s in live.of.get(v, ())]))
 
 
-@dataclass(frozen=True, slots=True)
-class Ground:
-    """What all scans of a Schedule with the same inputs fixed on the device share: the bytes of these, and what is read beside them.
+class Read(NamedTuple):
+    """What is read beside the fixed inputs of a Ground.
 
-    `reads`: per event; `touches`: per event what it reads and makes, with the node index of the next use; `touched_bytes`: of these;
-    `leaves`: per event what is used no more and not returned; `uses`: of every Storage the node indices that read it; `returned`: what
-    stays to the end; `border`: node index.
+    `reads`: per event; `touches`: per event what it reads and makes, with the node index of the next use; `leaves`: per event what is used no more
+    and not returned; `uses`: of every Storage the node indices that read it.
+    """
+
+    reads: list[tuple[Storage, ...]]
+    touches: list[tuple[tuple[Storage, int], ...]]
+    leaves: list[tuple[Storage, ...]]
+    uses: dict[Storage, list[int]]
+
+    def without(self, fixed: frozenset[Storage], position: Mapping[int, int]) -> Read:
+        """The same without more inputs that are fixed."""
+        reads, touches, leaves, uses = self.reads.copy(), self.touches.copy(), self.leaves.copy(), self.uses.copy()
+        for at in {position[index] for storage in fixed for index in uses.pop(storage, ())}:
+            reads[at] = tuple([s for s in reads[at] if s not in fixed])
+            touches[at] = tuple([touch for touch in touches[at] if touch[0] not in fixed])
+            leaves[at] = tuple([s for s in leaves[at] if s not in fixed])
+        return Read(reads, touches, leaves, uses)
+
+
+@dataclass(frozen=True)
+class Ground:
+    """What all scans of a Schedule with the same inputs fixed on the device share: the bytes of these, and what is read beside them, made when
+    it is asked for.
+
+    `returned`: what stays to the end; `border`: node index.
     """
 
     fixed: frozenset[Storage]
     fixed_bytes: int
-    reads: list[tuple[Storage, ...]]
-    touches: list[tuple[tuple[Storage, int], ...]]
-    touched_bytes: Bytes
-    leaves: list[tuple[Storage, ...]]
-    uses: dict[Storage, list[int]]
     returned: frozenset[Storage]
     border: int
+    read: Callable[[], Read]
+
+    @functools.cached_property
+    def _read(self) -> Read:
+        return self.read()
+
+    @functools.cached_property
+    def touched_bytes(self) -> Bytes:
+        """Bytes that each event reads and makes."""
+        return np.array([sum([s.n_bytes for s, _ in touched]) for touched in self.touches], dtype=np.int64)
+
+    @property
+    def reads(self) -> list[tuple[Storage, ...]]:
+        return self._read.reads
+
+    @property
+    def touches(self) -> list[tuple[tuple[Storage, int], ...]]:
+        return self._read.touches
+
+    @property
+    def leaves(self) -> list[tuple[Storage, ...]]:
+        return self._read.leaves
+
+    @property
+    def uses(self) -> dict[Storage, list[int]]:
+        return self._read.uses
 
 
 class Spiller:
@@ -318,15 +437,26 @@ class Schedule:
         inputs = (node for node in self.graph.find_nodes(op="placeholder") if self.live.of.get(node) and has_fixed_layout(node))
         return frozenset(s for node in inputs for s in self.live.of[node] if s.tier.on_host and s not in returned)
 
+    @functools.cached_property
+    def table(self) -> Table | None:
+        """The Schedule as the evaluator reads it; None where that is not built."""
+        core, ground = library(), self._least_ground
+        if core is None:
+            return None
+        border_event, border = (bisect_left(self.events, index, key=lambda event: event.index) for index in (self.live.border, ground.border))
+        return Table(
+            core, self, ground, border_event=border_event, before_border=max(border - 1, 0), never=NEVER, far=_FAR, crumbs=_CRUMBS)
+
     def fixed_bytes(self, resident: frozenset[str] = frozenset()) -> int:
         """Device bytes of inputs, with those of `resident` there too."""
         return sum(s.n_bytes for s in self._fixed_with(resident))
 
     def _fixed_with(self, resident: frozenset[str]) -> frozenset[Storage]:
-        return self.fixed | frozenset(self._inputs[name] for name in resident if name in self._inputs)
+        return self.fixed | frozenset(self.inputs[name] for name in resident if name in self.inputs)
 
     @functools.cached_property
-    def _inputs(self) -> dict[str, Storage]:
+    def inputs(self) -> dict[str, Storage]:
+        """The inputs by name."""
         return {s.name: s for s in self.live.first if s.is_input}
 
     @functools.cached_property
@@ -349,8 +479,11 @@ class Schedule:
         """
         ground = ground or self.ground(resident)
         capacity = NEVER if budget_bytes is None else budget_bytes - ground.fixed_bytes
-        stay, leave = (frozenset(s for s in self.live.first if s.name in names) if names else frozenset() for names in (kept, swapped))
-        found = Spiller(self.live, self.events, capacity, ground, stay, leave).run(to_the_end)
+        if self.table is not None:
+            found = Scan(evaluated=self.table.scan(ground, capacity, kept, swapped, to_the_end))
+        else:
+            stay, leave = (frozenset(s for s in self.live.first if s.name in names) if names else frozenset() for names in (kept, swapped))
+            found = Spiller(self.live, self.events, capacity, ground, stay, leave).run(to_the_end)
         found.peak_bytes += ground.fixed_bytes
         return found
 
@@ -360,6 +493,8 @@ class Schedule:
         That is at each event what it touches and needs itself, what is kept, and in backward what is returned and was there since. `spared`: what
         an event may need less after all.
         """
+        if self.table is not None:
+            return ground.fixed_bytes + self.table.least_bytes(ground, kept, spared)
         beside = np.zeros(len(self.events) + 1, dtype=np.int64)
         border = bisect_left(self.events, ground.border, key=lambda event: event.index)
         for storage, at in self._touches_of_staying(kept).items():
@@ -395,24 +530,14 @@ class Schedule:
         """The Ground with those inputs fixed on the device besides the ones the graph has there."""
         fixed, least = self._fixed_with(resident), self._least_ground
         more = fixed - least.fixed
-        reads, touches, leaves, uses = least.reads.copy(), least.touches.copy(), least.leaves.copy(), least.uses.copy()
-        touched_bytes = least.touched_bytes.copy()
-        for at in {self.position[index] for storage in more for index in uses.pop(storage, ())}:
-            touched_bytes[at] -= sum([s.n_bytes for s in reads[at] if s in more])
-            reads[at] = tuple([s for s in reads[at] if s not in more])
-            touches[at] = tuple([touch for touch in touches[at] if touch[0] not in more])
-            leaves[at] = tuple([s for s in leaves[at] if s not in more])
         return replace(
-            least, fixed=fixed, fixed_bytes=sum(s.n_bytes for s in fixed), reads=reads, touches=touches, touched_bytes=touched_bytes,
-            leaves=leaves, uses=uses)
+            least, fixed=fixed, fixed_bytes=sum([s.n_bytes for s in fixed]), read=lambda: least._read.without(more, self.position))
 
     @functools.cached_property
     def _least_ground(self) -> Ground:
         reads = [tuple([s for s in event.reads if s not in self.fixed]) for event in self.events]
         uses: dict[Storage, list[int]] = {}
         touches = []
-        touched_bytes = np.array(
-            [sum([s.n_bytes for s in (*storages, *event.makes)]) for event, storages in zip(self.events, reads)], dtype=np.int64)
         upcoming: dict[Storage, int] = {}
         for event, storages in zip(reversed(self.events), reversed(reads)):
             touches.append(tuple([(s, upcoming.get(s, NEVER)) for s in (*storages, *event.makes)]))
@@ -429,4 +554,5 @@ class Schedule:
         at_border = self.live.index[border[0]] if border else NEVER
         leaves = [tuple([s for s, next_use in touched if next_use == NEVER and s not in kept]) for touched in touches]
         fixed_bytes = sum(s.n_bytes for s in self.fixed)
-        return Ground(self.fixed, fixed_bytes, reads, touches, touched_bytes, leaves, uses, frozenset(kept), at_border)
+        read = Read(reads, touches, leaves, uses)
+        return Ground(self.fixed, fixed_bytes, frozenset(kept), at_border, lambda: read)

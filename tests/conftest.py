@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch._inductor.config
 
-from fxoffload import ladder
+from fxoffload import rung
 
 # pytest gives its handlers to every logger that does not propagate; with one on this logger, torch writes out each graph it captures.
 # After the import of torch, which sets its loggers up.
@@ -48,5 +48,5 @@ def search(request: pytest.FixtureRequest) -> Iterator[None]:
     best. Modules marked `full_search` have the search that users have."""
     with pytest.MonkeyPatch.context() as patch:
         if not (request.config.getoption("--full-search") or request.node.get_closest_marker("full_search")):
-            patch.setattr(ladder, "_EFFORTS", tuple(replace(one, bits=4, n_refined=1, n_tries=0) for one in ladder._EFFORTS))
+            patch.setattr(rung, "_EFFORTS", tuple(replace(one, bits=4, n_refined=1, n_tries=0) for one in rung._EFFORTS))
         yield

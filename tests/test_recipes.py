@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 
-from fxoffload import candidates, ladder
+from fxoffload import candidates, rung
 from fxoffload.api import captured, planning_options
 from fxoffload.dry import model_without_weights
 from fxoffload.machine import load_machine
@@ -46,10 +46,10 @@ def test_nothing_is_beside_what_is_in_all_blocks_or_has_no_eighth() -> None:
 def test_parts_of_the_blocks_are_tried_from_a_quarter_up_where_the_best_step_is_near_its_bound(
     is_near: bool, fastest: int, blocks: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ladder, "recipes", lambda _: ordered(32))
-    monkeypatch.setattr(ladder.Search, "_nears_its_bound", lambda *_: is_near)
-    search = ladder.Search(mock.Mock(), frozenset())
-    search.__dict__["_effort"] = ladder._EFFORTS[-1]
+    monkeypatch.setattr(rung, "recipes", lambda _: ordered(32))
+    monkeypatch.setattr(rung.OneRung, "_nears_its_bound", lambda *_: is_near)
+    search = rung.OneRung(mock.Mock(), frozenset())
+    search.__dict__["_effort"] = rung._EFFORTS[-1]
     tried = []
     for way in search._ways(0):
         for recipe in way:
@@ -110,7 +110,7 @@ def test_a_step_of_8b_is_faster_for_recipes_beside() -> None:
     with captured(model, (4, 2048), options, machine) as session:
         study = session.study
         with_them = study.plan().predicted
-        with mock.patch.object(ladder, "beside", return_value=[]):
+        with mock.patch.object(rung, "beside", return_value=[]):
             without = Study(study.planning, study.captured).plan().predicted
     assert with_them.device_peak_bytes <= 12 << 30
     assert with_them.step_s is not None and without.step_s is not None
