@@ -62,11 +62,12 @@ struct Table {
   const uint8_t *is_input, *is_tangent, *returned, *mergeable;
 };
 
-// Seconds of every event, of copies of every Storage, and of copies that are events; `sinks`: which events are.
+// Seconds of every event, of copies of every Storage, and of copies that are events; `sinks`: which events are. `dispatch_s`: of issuing
+// an op, a copy that many times as long.
 struct Seconds {
   const double *event_s, *load_s, *spill_s, *sink_s;
   const uint8_t* sinks;
-  double dispatch_s;
+  double dispatch_s, copy_issues;
 };
 
 }  // extern "C"
@@ -519,7 +520,7 @@ class Run {
   double end_s() {
     for (int64_t i = 0; i < t.n_events; ++i) {
       starting.each(i, [&](int32_t number) {
-        issue();
+        issue(seconds.copy_issues);
         h2d = arrived[number] = std::max(now, h2d) + copy_s[number];
       });
       awaited.each(i, [&](int32_t number) {
@@ -542,7 +543,7 @@ class Run {
     size_t next = 0;
     auto begin = [&](int64_t i, double reached) {
       const int32_t number = queue[next++];
-      issue();
+      issue(seconds.copy_issues);
       start[number] = static_cast<int32_t>(i);
       h2d = arrived[number] = std::max(reached, h2d) + copy_s[number] * faster;
     };
@@ -583,7 +584,7 @@ class Run {
 
   void compute(int64_t i) {
     if (seconds.event_s[i] == 0.0) return;
-    if (seconds.dispatch_s > 0) issue();
+    if (seconds.dispatch_s > 0) issue(1.0);
     now += seconds.event_s[i];
   }
 
@@ -603,13 +604,13 @@ class Run {
     }
   }
 
-  void issue() {
-    issued += seconds.dispatch_s;
+  void issue(double ops) {
+    issued += ops * seconds.dispatch_s;
     if (issued > now) now = issued;
   }
 
   double send(double copy) {
-    issue();
+    issue(seconds.copy_issues);
     return d2h = std::max(now, d2h) + copy;
   }
 };

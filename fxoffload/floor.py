@@ -19,6 +19,7 @@ import numpy as np
 
 from .graph import name_of
 from .liveness import Storage, base_nodes, owner_of
+from .machine import COPY_ISSUES
 from .overlap import Rates
 from .spill import Ground, Schedule
 
@@ -73,7 +74,7 @@ class Needs:
         rates = rates.with_residents(may_reside | {storage.name for storage in ground.fixed})
         first = _first_loads(schedule, ground, rates, may_reside)
         border = sum(1 for event in schedule.events if event.index < ground.border)
-        issued = sum(1 for seconds in rates.event_s if seconds) + len(rates.sink_s)
+        issued = sum(1 for seconds in rates.event_s if seconds) + COPY_ISSUES * len(rates.sink_s)
         forward, backward = (
             Half(sum(rates.event_s[part]), sum(first[part]), sum(rates.sink_s.get(e.index, 0.0) for e in schedule.events[part]))
             for part in (slice(0, border), slice(border, None)))

@@ -31,6 +31,11 @@ _LEAST_CAPACITY_BYTES = 1 << 20
 UNMEASURED_DISK_BYTES_PER_S = 6e8
 
 
+# What the host takes to issue a copy, with its events, its wait and its release, in ops. On an H200 called steps took 53 and 75 % longer than with 1
+# where they wait for the host, 4 and 1 to 8 % where they mostly do not; with 6 they are 8 % below to 13 % above (bench/results/h200_plan_pairs.json).
+COPY_ISSUES = 6
+
+
 @dataclass(frozen=True, slots=True)
 class Machine:
     """`matrix`: by dtype word ("bf16", "fp32"). `memory`: a Curve per kind of MEMORY_KINDS. `dispatch_s`: issuing one op from the CPU.

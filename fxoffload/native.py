@@ -25,6 +25,7 @@ import numpy as np
 
 from .layout import ALIGNMENT
 from .liveness import Storage
+from .machine import COPY_ISSUES
 
 if TYPE_CHECKING:
     from .overlap import Rates
@@ -123,7 +124,7 @@ class _Table(ctypes.Structure):
 
 
 class _Seconds(ctypes.Structure):
-    _fields_ = (*((name, _POINTER) for name in ("event_s", "load_s", "spill_s", "sink_s", "sinks")), ("dispatch_s", _DOUBLE))
+    _fields_ = (*((name, _POINTER) for name in ("event_s", "load_s", "spill_s", "sink_s", "sinks")), ("dispatch_s", _DOUBLE), ("copy_issues", _DOUBLE))
 
 
 @dataclass(slots=True)
@@ -331,7 +332,7 @@ class Table:
                 sink_s[at], sinks[at] = seconds, 1
             held = (
                 np.array(rates.event_s, dtype=np.float64), self._copies_s(rates.load_s), self._copies_s(rates.spill_s), sink_s, sinks)
-            self._timed[id(rates)] = _Timed(rates, held, _Seconds(*(array.ctypes.data for array in held), rates.dispatch_s))
+            self._timed[id(rates)] = _Timed(rates, held, _Seconds(*(array.ctypes.data for array in held), rates.dispatch_s, COPY_ISSUES))
         return ctypes.addressof(self._timed[id(rates)].seconds)
 
     def _copies_s(self, copy_s: Callable[[Storage], float]) -> Doubles:

@@ -23,7 +23,7 @@ from .cost import lookup_s, node_s
 from .effects import Channel, Tier
 from .graph import Bounds, info
 from .liveness import Storage
-from .machine import Machine
+from .machine import COPY_ISSUES, Machine
 from .spill import NEVER, Bytes, Event, Load, Scan, Schedule, Spill, Sunk
 
 # Copies are planned as if they took this many times as long: the estimate of compute is not exact, and copies slow each other.
@@ -279,7 +279,7 @@ class _Run:
     def _begin(self, index: int) -> None:
         """Copies to the device start before the event, and are awaited."""
         for number, copy_s in self.starting.get(index, ()):
-            self._issue()
+            self._issue(COPY_ISSUES)
             self.h2d = self.arrived[number] = max(self.now, self.h2d) + copy_s
         for number, storage in self.awaited.get(index, ()):
             if self.arrived[number] > self.now:
@@ -298,13 +298,13 @@ class _Run:
             if spill.until == spill.after:
                 self.now = max(self.now, self.gone[spill.storage])
 
-    def _issue(self) -> None:
-        self.issued += self.rates.dispatch_s
+    def _issue(self, ops: int = 1) -> None:
+        self.issued += ops * self.rates.dispatch_s
         if self.issued > self.now:
             self.now = self.issued
 
     def _send(self, seconds: float) -> float:
-        self._issue()
+        self._issue(COPY_ISSUES)
         self.d2h = max(self.now, self.d2h) + seconds
         return self.d2h
 
@@ -364,7 +364,7 @@ class _JustInTime(_Run):
     def _start(self, index: int, reached: float) -> None:
         """The next copy starts before the event of that index, which compute had `reached` by then."""
         number, copy_s = self.queue.popleft()
-        self._issue()
+        self._issue(COPY_ISSUES)
         self.start[number] = index
         self.h2d = self.arrived[number] = max(reached, self.h2d) + copy_s * _FASTER
 

@@ -29,7 +29,7 @@ from .effects import Tier
 from .errors import HostShort, PlanError
 from .explain import in_one_line
 from .footprint import Footprint
-from .graph import Bounds, border_of, info, output_of
+from .graph import Bounds, border_of, info, is_random, output_of
 from .kernels import AttentionKernel, kernel_of_call
 from .layout import padded
 from .liveness import liveness
@@ -54,8 +54,8 @@ from .workspace import Workspace
 log = logging.getLogger("fxoffload")
 
 
-# A recording that takes less than one byte of the budget in so many is not compared with calling the step: that is another search, and
-# called steps took up to 8 % longer on a card than predicted (`bench/results/h200_prediction.json`).
+# A recording that takes less than one byte of the budget in so many, where memory is not tight for it, is compared with what is called in the largest
+# budget in which it does not, or is: that is another search, mostly bounds say that it gives nothing faster, and it does not depend on the budget.
 _NOTICEABLE = 16
 
 
@@ -434,37 +434,39 @@ class Planning:
     def _solve(self, graph: fx.Graph, context: Context) -> Solution:
         """The Solution to be replayed from a recording, where the step can be recorded and that has room; else to be called.
 
-        Where a recording takes a noticeable share of the budget, it must not be the slower one, and where what it copies for the caller leaves
-        no room to read that, it is called.
+        It must not be the slower one: where it takes a noticeable share of the budget, or memory is tight for it, a smaller budget may have room to
+        call the step alone. Where what it copies for the caller leaves no room to read that, it is called.
         """
-        called = self._problem(graph, context)
+        called, known = self._problem(graph, context), self.searches if self.searches is not None else Searches()
         if not (called.footprint.by_offsets and self.budgets.pinned) or obstacle(graph) is not None:
-            return self._solution(called)
+            return self._solution(called, known)
         replayed = self._recorded(called)
         try:
-            solution = replace(self._solution(replayed), replays=True)
+            solution = replace(self._solution(replayed, known), replays=True)
         except PlanError:
-            return self._solution(called)
+            return self._solution(called, known)
         more = replayed.footprint.needed_bytes(0) - called.footprint.needed_bytes(0)
         if obstacle(solution.lowered) is not None:
-            return self._solution(called)
-        noticed = more * _NOTICEABLE
-        if noticed < self.budgets.device_bytes and is_readable(replayed, solution):
-            if not self.thorough:
+            return self._solution(called, known)
+        searches = [one for one in known.found if one.problem.machine == replayed.machine and one.problem.footprint == replayed.footprint]
+        most = min(self.budgets.device_bytes, max([more * _NOTICEABLE, min([search.one.tight_bytes for search in searches], default=0)]))
+        if is_readable(replayed, solution):
+            draws = any(map(is_random, graph.nodes))  # then what is called may make more again
+            if searches and not draws and all(search.none_faster(most + more, solution.total_s) for search in searches):
                 return solution
             # What a smaller budget may run is called: it is this one's plan too where nothing is faster.
-            called = replace(called, context=replace(called.context, device_budget_bytes=noticed))
+            called = replace(called, context=replace(called.context, device_budget_bytes=most))
         try:
-            return min([solution, self._solution(called)], key=lambda one: (not is_readable(called, one), one.simulation.step_s + one.after_s))
+            return min([solution, self._solution(called, known)], key=lambda one: (not is_readable(called, one), one.simulation.step_s + one.after_s))
         except PlanError:
             return solution
 
-    def _solution(self, problem: Problem) -> Solution:
+    def _solution(self, problem: Problem, known: Searches) -> Solution:
         if self.numerics == "reordered":
             if self.form is not None:
                 return solve_looked_up(problem, functools.partial(solve_in_form, form=self.form))
-            return solve_looked_up(problem, functools.partial(solve_reordered, known=self.searches), self.searches)
-        return solve_looked_up(problem, functools.partial(solve, known=self.searches), self.searches)
+            return solve_looked_up(problem, functools.partial(solve_reordered, known=known), known)
+        return solve_looked_up(problem, functools.partial(solve, known=known), known)
 
     def _recorded(self, problem: Problem) -> Problem:
         """The problem of the same step when it is replayed from a recording."""

@@ -11,7 +11,7 @@ from . import ops
 from .cost import node_s
 from .effects import Channel
 from .graph import Bounds, name_of
-from .machine import Machine
+from .machine import COPY_ISSUES, Machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ def timeline(graph: fx.Graph, bounds: Bounds, machine: Machine) -> Timeline:
             continue
         if not seconds:
             continue
-        issued_s += dispatch_s
+        issued_s += dispatch_s * (COPY_ISSUES if channel in (Channel.H2D, Channel.D2H) else 1)
         now = max(now, issued_s)
         start = max(now, free.get(channel, 0.0))
         end = start + seconds
