@@ -29,7 +29,7 @@ from .effects import Tier
 from .errors import HostShort, PlanError
 from .explain import in_one_line
 from .footprint import Footprint
-from .graph import Bounds, border_of, info, is_random, output_of
+from .graph import Bounds, border_of, info, output_of
 from .kernels import AttentionKernel, kernel_of_call
 from .layout import padded
 from .liveness import liveness
@@ -54,8 +54,8 @@ from .workspace import Workspace
 log = logging.getLogger("fxoffload")
 
 
-# A recording that takes less than one byte of the budget in so many, where memory is not tight for it, is compared with what is called in the largest
-# budget in which it does not, or is: that is another search, mostly bounds say that it gives nothing faster, and it does not depend on the budget.
+# A recording that takes less than one byte of the budget in so many is not compared with calling the step, where memory is not tight for it: that is
+# another search. With what the recording takes beside, it has the room of all that is called in less, and takes no longer for the same plan.
 _NOTICEABLE = 16
 
 
@@ -449,13 +449,12 @@ class Planning:
         if obstacle(solution.lowered) is not None:
             return self._solution(called, known)
         searches = [one for one in known.found if one.problem.machine == replayed.machine and one.problem.footprint == replayed.footprint]
-        most = min(self.budgets.device_bytes, max([more * _NOTICEABLE, min([search.one.tight_bytes for search in searches], default=0)]))
+        tight = max(more * _NOTICEABLE, min([search.one.tight_bytes for search in searches], default=0))
         if is_readable(replayed, solution):
-            draws = any(map(is_random, graph.nodes))  # then what is called may make more again
-            if searches and not draws and all(search.none_faster(most + more, solution.total_s) for search in searches):
+            if self.budgets.device_bytes >= tight + more:
                 return solution
             # What a smaller budget may run is called: it is this one's plan too where nothing is faster.
-            called = replace(called, context=replace(called.context, device_budget_bytes=most))
+            called = replace(called, context=replace(called.context, device_budget_bytes=min(self.budgets.device_bytes, tight)))
         try:
             return min([solution, self._solution(called, known)], key=lambda one: (not is_readable(called, one), one.simulation.step_s + one.after_s))
         except PlanError:
