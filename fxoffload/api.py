@@ -59,9 +59,8 @@ def compile(
 
     `batch` is one sample (mapping, tuple or tensor); its sizes, or `max_shape` ({"batch": n, "sequence": n}), are the largest the
     plan is made for; smaller batches run on the same capture. `dynamic` False, as in torch.compile: a capture is for one shape, and made
-    in about half the time; each other shape is captured anew, under the same plan where it has room. `search`: "thorough" searches every
-    rung of memory by itself, minutes for a large model, so that more memory is not predicted slower (what that leaves out:
-    `docs/planning.md`). `device_budget` is bytes, text like "24GiB", or "auto" (what is free now, less what libraries keep);
+    in about half the time; each other shape is captured anew, under the same plan where it has room. `search`: "thorough" searches
+    rungs of memory half as far apart (`docs/planning.md`). `device_budget` is bytes, text like "24GiB", or "auto" (what is free now, less what libraries keep);
     `host_budget` None is what the machine has free less a sixteenth of its memory. `optimizer` is transformers' name of one, a class, an
     instance or None: its states are planned. Of a model with a vision tower that is given text alone, a step with synthetic images is planned too,
     with a warning. `model.fxoffload` then has the plan, the lowered graphs, the report and `close()`. Raises ValueError for a bad argument and PlanError when a budget cannot be met, before

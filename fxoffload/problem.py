@@ -48,8 +48,8 @@ class Problem:
     `resident`: None lets the planner choose which frozen parameters reside on the device; else it is fixed. `workspace`: bytes an op needs
     for itself, where the context has none because they are scratch. `bucket_bytes`: parameters below come in buckets; 0 for none.
     `host_bytes`: what parameters off the device, their optimizer states and swapped values may take of host memory; None without a limit.
-    `optimizer`: what steps after backward; None where nothing does, or nobody knows. `thorough`: both laws are to hold exactly, however
-    long the search takes (`thorough.py`).
+    `optimizer`: what steps after backward; None where nothing does, or nobody knows. `thorough`: rungs are half as far apart
+    (`rung.py`).
     """
 
     graph: fx.Graph

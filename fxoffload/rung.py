@@ -45,7 +45,7 @@ class Effort:
 
 # A scan takes milliseconds where all rungs are searched, steps of 1/64 to 1/32 or 1/16 to 1/8, and up to a tenth of a second on the others.
 _EFFORTS = (
-    Effort(250, 6, 2, 30, True), Effort(600, 4, 2, 30, True), Effort(6000, 4, 3, 0, False, True, 1 / 100), Effort(1 << 60, 4, 2, 0, False))
+    Effort(250, 6, 3, 30, True), Effort(600, 4, 2, 30, True), Effort(6000, 4, 3, 0, False, True, 1 / 100), Effort(1 << 60, 4, 2, 0, False))
 # The bits of a thorough search at least.
 _THOROUGH_BITS = 5
 # What a climb goes through at least, over all its tries.

@@ -25,9 +25,10 @@ def run(
     disk_dir: Annotated[Path, typer.Option(help="The folder whose disk is measured (64 MiB, removed again).")] = Path("."),
 ) -> int:
     """Show versions, driver, limits and disk speed."""
+    from fxoffload.native import library
     from fxoffload.training.files import write_json
 
-    facts = _versions() | _accelerator() | _host_memory() | _bitsandbytes() | _disk(disk_dir)
+    facts = _versions() | {"evaluator_in_cpp": library() is not None} | _accelerator() | _host_memory() | _bitsandbytes() | _disk(disk_dir)
     _print(facts)
     if json is not None:
         write_json(json, facts)

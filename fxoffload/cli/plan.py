@@ -73,7 +73,7 @@ def run(
     executor: Annotated[Executor, typer.Option(
         help="eager: PyTorch's kernels. inductor: elementwise ops fused, one kernel each; needs --numerics reordered.")] = Executor.eager,
     search: Annotated[Thoroughness, typer.Option(
-        help="thorough: every rung of memory is searched, minutes for a large model; more memory is then not predicted slower.")] = Thoroughness.quick,
+        help="thorough: rungs of memory are half as far apart, which takes longer.")] = Thoroughness.quick,
     save: Annotated[Optional[Path], typer.Option(help="Write the plan, to replay with fxoffload.compile(plan=...).")] = None,
     json: Annotated[Optional[Path], typer.Option(help="Write the numbers as JSON.")] = None,
     html: Annotated[Optional[Path], typer.Option(help="Write the memory timeline, or the sweep, as a page.")] = None,

@@ -153,7 +153,7 @@ def test_check_reports_and_writes_json(tmp_path: Path) -> None:
     assert cli.main(["check", "--json", str(out), "--disk-dir", str(tmp_path)]) == 0
     facts = json.loads(out.read_text())
     assert facts["disk_write_bytes_per_s"] > 0
-    assert {"torch", "accelerator", "driver", "pinning_works", "memlock_soft_bytes", "bitsandbytes_cpu_works"} <= facts.keys()
+    assert {"torch", "accelerator", "driver", "pinning_works", "memlock_soft_bytes", "evaluator_in_cpp", "bitsandbytes_cpu_works"} <= facts.keys()
 
 
 def test_inspect_explains_plans_and_counts_memory_nodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
