@@ -1,6 +1,6 @@
 """`evaluator.cpp`, built on first use: the scan, its overlap, its buckets, its seconds and what is kept of it, on tables of numbers.
 
-What it gives is what the functions of spill.py, overlap.py, buckets.py and fill.py give, bit for bit, in a fiftieth of the time. It is built by the
+What it gives is what the functions of spill.py, overlap.py, buckets.py and fill.py give, bit for bit, in a fraction of the time. It is built by the
 C++ compiler that Inductor needs too, once per machine. Where there is none those functions run, and that is said.
 """
 
@@ -129,7 +129,8 @@ class _Seconds(ctypes.Structure):
 
 @dataclass(slots=True)
 class Evaluated:
-    """A scan that the evaluator holds, at `address`, until this is gone; `n_loads`, `n_spills`, `n_sinks`, `n_stays` of it."""
+    """A scan that the evaluator holds, at `address`, until this is gone. `counts`: of its loads, spills, sinks, stays, and of what is live at the worst
+    event; `numbers`: bytes and event of the peak, bytes and event of the shortfall."""
 
     table: Table
     address: int
@@ -145,7 +146,7 @@ class Evaluated:
         self.table.core.fxo_drop(self.address)
 
     def columns(self) -> tuple[list[list[int]], ...]:
-        """Loads, spills, sinks, stays: rows of numbers."""
+        """Loads, spills, sinks, stays, what is live at the worst event: rows of numbers."""
         n_loads, n_spills, n_sinks, n_stays, n_live = self.counts
         shapes = (n_loads, 4), (n_spills, 3), (n_sinks, 2), (n_stays, 3), (n_live, 1)
         columns = [np.empty(shape, dtype=np.int32) for shape in shapes]
