@@ -6,6 +6,7 @@ best candidate lacks at one node.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -143,7 +144,8 @@ class Chosen:
         found: Chosen | None = None
         for search in searches:
             after_s = problem.after_s(search.trained)
-            search.run(budget, None if found is None else found.total_s - after_s)
+            than_s = problem.than_s if found is None else found.total_s
+            search.run(budget, None if than_s == math.inf else than_s - after_s)
             if search.best is not None:
                 one = Chosen(search.best, budget, tuple(search.tried), after_s)
                 found = one if found is None or one.total_s < found.total_s else found
@@ -151,8 +153,10 @@ class Chosen:
                 nearest = search.short or nearest
                 if search.host_short_bytes:
                     raise HostShort(f"no plan tried keeps to {problem.host_bytes} bytes of host memory", search.host_short_bytes)
-        if found is not None:
+        if found is not None and found.total_s < problem.than_s:
             return found
+        if found is not None or not nearest:
+            raise PlanError(f"no plan takes less than {problem.than_s} s")
         raise _refusal(problem, *min(nearest, key=lambda one: least_bytes(problem, *one)))
 
     def completed(self, problem: Problem) -> Solution | None:

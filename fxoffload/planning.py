@@ -54,9 +54,11 @@ from .workspace import Workspace
 log = logging.getLogger("fxoffload")
 
 
-# A recording that takes less than one byte of the budget in so many is not compared with calling the step, where memory is not tight for it: that is
-# another search. With what the recording takes beside, it has the room of all that is called in less, and takes no longer for the same plan.
+# Where memory is not tight for a recording, and it takes less than one byte of the budget in so many, it is compared with what is called in the largest
+# budget in which it is, or does: which one does not depend on the budget, and there are few rungs below it.
 _NOTICEABLE = 16
+# A lowered step may take less than it was estimated at: by 0.14 % at most so far.
+_LOWERED = 1 + 1 / 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -445,16 +447,15 @@ class Planning:
             solution = replace(self._solution(replayed, known), replays=True)
         except PlanError:
             return self._solution(called, known)
-        more = replayed.footprint.needed_bytes(0) - called.footprint.needed_bytes(0)
         if obstacle(solution.lowered) is not None:
             return self._solution(called, known)
+        more = replayed.footprint.needed_bytes(0) - called.footprint.needed_bytes(0)
         searches = [one for one in known.found if one.problem.machine == replayed.machine and one.problem.footprint == replayed.footprint]
         tight = max(more * _NOTICEABLE, min([search.one.tight_bytes for search in searches], default=0))
         if is_readable(replayed, solution):
-            if self.budgets.device_bytes >= tight + more:
-                return solution
-            # What a smaller budget may run is called: it is this one's plan too where nothing is faster.
-            called = replace(called, context=replace(called.context, device_budget_bytes=min(self.budgets.device_bytes, tight)))
+            # What a smaller budget may run is called: it is this one's plan too where that is faster.
+            least = min(self.budgets.device_bytes, tight)
+            called = replace(called, context=replace(called.context, device_budget_bytes=least), than_s=solution.total_s * _LOWERED)
         try:
             return min([solution, self._solution(called, known)], key=lambda one: (not is_readable(called, one), one.simulation.step_s + one.after_s))
         except PlanError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -49,7 +50,7 @@ class Problem:
     for itself, where the context has none because they are scratch. `bucket_bytes`: parameters below come in buckets; 0 for none.
     `host_bytes`: what parameters off the device, their optimizer states and swapped values may take of host memory; None without a limit.
     `optimizer`: what steps after backward; None where nothing does, or nobody knows. `thorough`: rungs are half as far apart
-    (`rung.py`).
+    (`rung.py`). `than_s`: what does not take fewer seconds, the optimizer's step included, is not wanted.
     """
 
     graph: fx.Graph
@@ -67,6 +68,7 @@ class Problem:
     host_bytes: int | None = None
     optimizer: OptimizerStep | None = None
     thorough: bool = False
+    than_s: float = field(default=math.inf, compare=False)
     residencies: dict[frozenset[str], tuple[frozenset[str], ...]] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def after_s(self, trained: frozenset[str]) -> float:
