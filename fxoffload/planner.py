@@ -182,6 +182,8 @@ def _placed_within(problem: Problem, searches: Sequence[Search], budget: int) ->
         if least_taken_bytes(problem, chosen.candidate) <= budget:
             yield chosen
     assert over is not None
+    if problem.than_s < math.inf:
+        raise PlanError(f"no plan that keeps to the budget takes less than {problem.than_s} s")
     over_bytes = over.lowered(problem).simulation.device_peak_bytes - budget
     raise PlanError(
         f"device_budget of {budget} bytes ({format_bytes(budget)}) is {over_bytes} bytes short: the values of the best plan found "
@@ -201,9 +203,10 @@ def _of_live_budgets(problem: Problem, searches: Sequence[Search], budget: int) 
             yield from _of_larger(problem, searches, budget, live_budget)
         found = True
         yield chosen
-    if refusal is not None and (refusal.shortfall_bytes or 0) <= 0:  # against the budget: something within it works
+    # Against the budget: something within it works. One without was for want of anything faster.
+    if refusal is not None and refusal.shortfall_bytes is not None and refusal.shortfall_bytes <= 0:
         try:
-            least = Chosen.of(problem, searches, budget + (refusal.shortfall_bytes or 0))
+            least = Chosen.of(problem, searches, budget + refusal.shortfall_bytes)
         except PlanError as error:
             refusal = error
         else:

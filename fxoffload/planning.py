@@ -452,12 +452,13 @@ class Planning:
         more = replayed.footprint.needed_bytes(0) - called.footprint.needed_bytes(0)
         searches = [one for one in known.found if one.problem.machine == replayed.machine and one.problem.footprint == replayed.footprint]
         tight = max(more * _NOTICEABLE, min([search.one.tight_bytes for search in searches], default=0))
+        smaller = called
         if is_readable(replayed, solution):
             # What a smaller budget may run is called: it is this one's plan too where that is faster.
-            least = min(self.budgets.device_bytes, tight)
-            called = replace(called, context=replace(called.context, device_budget_bytes=least), than_s=solution.total_s * _LOWERED)
+            context = replace(called.context, device_budget_bytes=min(self.budgets.device_bytes, tight))
+            smaller = replace(called, context=context, than_s=solution.total_s * _LOWERED)
         try:
-            return min([solution, self._solution(called, known)], key=lambda one: (not is_readable(called, one), one.simulation.step_s + one.after_s))
+            return min([solution, self._solution(smaller, known)], key=lambda one: (not is_readable(called, one), one.simulation.step_s + one.after_s))
         except PlanError:
             return solution
 

@@ -44,17 +44,26 @@ def solve_reordered(problem: Problem, known: Searches | None = None) -> Solution
     tries = list(_variants(problem, limit, known))
     with heap_at_rest():
         found, seconds, refused = _best(tries, known)
-        # On rungs where memory is tight for all of these, which does not depend on the budget, there may be smaller chunks.
-        searches = [search for one in tries for search in searches_of(one.problem, known)]
-        below = min(search.one.tight_bytes for search in searches)
-        if problem.context.device_budget_bytes is not None and not (
-                found is not None and all(search.none_faster(below, seconds) for search in searches)):
-            smaller = [v for v in _variants(problem, max(1, limit // _SMALLER), known) if v.decisions not in [t.decisions for t in tries]]
-            other, _, refused_too = _best(smaller, known, below, seconds)
+        if problem.context.device_budget_bytes is not None:
+            other, refused_too = _with_smaller_chunks(problem, tries, limit, known, seconds)
             found, refused = other or found, refused + refused_too
     if found is None:
         raise min(refused, key=lambda error: error.shortfall_bytes or 0)
     return found
+
+
+def _with_smaller_chunks(
+    problem: Problem, tries: list[_Variant], limit: int, known: Searches, than_s: float
+) -> tuple[Solution | None, list[PlanError]]:
+    """What smaller chunks give that is faster, and their refusals: on the rungs where memory is tight for all that was tried, which does not
+    depend on the budget."""
+    searches = [search for one in tries for search in searches_of(one.problem, known)]
+    below = min(search.one.tight_bytes for search in searches)
+    if than_s < math.inf and all(search.none_faster(below, than_s) for search in searches):
+        return None, []
+    smaller = [v for v in _variants(problem, max(1, limit // _SMALLER), known) if v.decisions not in [t.decisions for t in tries]]
+    found, _, refused = _best(smaller, known, below, than_s)
+    return found, refused
 
 
 def solve_in_form(problem: Problem, form: tuple[Decision, ...]) -> Solution:

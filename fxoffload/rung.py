@@ -43,7 +43,7 @@ class Effort:
     slower: float = 0.0
 
 
-# A scan takes milliseconds where all rungs are searched, steps of 1/64 to 1/32 or 1/16 to 1/8, and up to a tenth of a second on the others.
+# Rungs are 1/64 to 1/32 apart, or 1/16 to 1/8. The larger a step, the longer a candidate takes, and the graph of a recipe.
 _EFFORTS = (
     Effort(250, 6, 3, 30, True), Effort(600, 4, 2, 30, True), Effort(6000, 4, 3, 0, False, True, 1 / 100), Effort(1 << 60, 4, 2, 0, False))
 # The bits of a thorough search at least.
@@ -69,7 +69,8 @@ class OfRung:
     settled: list[Candidate]
 
 
-Schedules = dict[Hashable, Schedule]
+# Each with what bytes ops need for themselves, by whose identity it is known.
+Schedules = dict[Hashable, tuple[object, Schedule]]
 
 
 @dataclass
@@ -87,8 +88,8 @@ class Shared:
         context, homes = problem.context, tuple([(p.fqn, p.home) for p in problem.parameters.values()])
         key = problem.graph, id(context.workspace), context.swap_tier, context.device, context.host, homes, trained, decisions
         if key not in self.schedules:
-            self.schedules[key] = scheduled(problem, decisions, trained)
-        return self.schedules[key]
+            self.schedules[key] = context.workspace, scheduled(problem, decisions, trained)
+        return self.schedules[key][1]
 
     def live_of(self, problem: Problem) -> Liveness:
         """The Liveness of the problem's graph."""
@@ -127,7 +128,7 @@ class OneRung:
     short: list[tuple[Candidate, int]] = field(default_factory=list)
     tried: list[Tried] = field(default_factory=list)
     made: dict[Recipe, Recomputation] = field(default_factory=dict)
-    shared: Shared = field(default_factory=lambda: Shared())
+    shared: Shared = field(default_factory=Shared)
     rungs: dict[tuple[Recipe, int, tuple[frozenset[str], ...], bool], OfRung] = field(default_factory=dict)
     near: frozenset[str] | None = None
     given: dict[Recipe, Candidate] = field(default_factory=dict)

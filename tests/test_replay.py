@@ -10,6 +10,7 @@ import copy
 import ctypes
 import gc
 import logging
+import math
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -25,13 +26,14 @@ from torch import nn
 from zoo import FAMILIES, Case, tokens
 
 import fxoffload
-from fxoffload import ops
+from fxoffload import ops, planning
 from fxoffload.api import captured, planning_options
 from fxoffload.effects import Tier
 from fxoffload.footprint import Footprint
 from fxoffload.graph import is_random
 from fxoffload.layout import extent_bytes
 from fxoffload.machine import load_machine
+from fxoffload.planner import Problem, Searches, Solution
 from fxoffload.planning import Planning
 from fxoffload.plans import Plan
 from fxoffload.replays import obstacle
@@ -72,6 +74,27 @@ def test_a_step_that_has_no_room_for_a_recording_is_called() -> None:
     plan = planned(FAMILIES["lora"](), "120MiB")
     (graph,) = plan.graphs.values()
     assert not graph.replays and '"replays"' not in plan.to_json()
+
+@pytest.mark.parametrize("share", (0.5, 2.0))
+def test_a_recording_is_compared_with_what_is_called_in_a_budget_that_depends_on_no_budget(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Faster, it is the plan of every larger budget; slower, of none."""
+    real, asked = Planning._solution, list[Problem]()
+
+    def solution(self: Planning, problem: Problem, known: Searches) -> Solution:
+        if problem.context.draws_once:  # to be recorded
+            return real(self, problem, known)
+        asked.append(problem)
+        found = real(self, replace(problem, context=replace(problem.context, device_budget_bytes=1 << 30), than_s=math.inf), known)
+        return replace(found, simulation=replace(found.simulation, step_s=share * problem.than_s - found.after_s))
+
+    monkeypatch.setattr(Planning, "_solution", solution)
+    monkeypatch.setattr(planning, "_LOWERED", 1.0)
+    for budget in ("1500MiB", "2GiB", "3GiB"):
+        (graph,) = planned(FAMILIES["lora"](), budget).graphs.values()
+        assert graph.replays is (share > 1), budget
+    assert len({one.context.device_budget_bytes for one in asked}) == 1 < len(asked)
+    assert all(0 < one.than_s < math.inf and (one.context.device_budget_bytes or 0) < 1500 << 20 for one in asked)
+
 
 @pytest.mark.parametrize(("family", "says"), [("mixtral", "known"), ("mamba", None)])
 def test_what_the_host_may_have_to_do_cannot_be_recorded(family: str, says: str | None) -> None:
