@@ -7,12 +7,16 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+import torch.fx as fx
+
 from .buckets import bucketed
+from .derived import Base, Derived
 from .effects import Tier
 from .fill import filled
 from .floor import Needs
-from .graph import copy_graph, name_of
+from .graph import border_of, copy_graph
 from .gaps import Gap, Gaps
+from .native import library
 from .overlap import Costs, Rates, just_in_time, overlapped, schedule_s, stalls_s, used_bytes
 from .plans import Decision, GraphPlan, Prediction, Recompute
 from .problem import Parameter, Problem, apply, outside_bytes, place_parameters
@@ -117,13 +121,30 @@ class Candidate:
         return max(held + swapped - problem.host_bytes, 0)
 
 
-def scheduled(problem: Problem, decisions: tuple[Decision, ...], trained: frozenset[str]) -> Schedule:
-    """The Schedule of the problem's graph with what they decide recomputed, and the trained parameters `trained` on the device."""
+def scheduled(problem: Problem, decisions: tuple[Decision, ...], trained: frozenset[str], base: Base | None = None) -> Schedule:
+    """The Schedule of the problem's graph with what they decide recomputed, and the trained parameters `trained` on the device. `base`: what
+    `based` gives; from that it is derived, unless something that draws is recomputed."""
     context = problem.context
+
+    def graph() -> fx.Graph:
+        return _applied(problem, decisions, trained, BEFORE_SWAPS)
+
+    derived = base.derived(decisions, graph, context.bounds) if base is not None else None
+    return derived if derived is not None else Schedule.of(graph(), context.bounds, context.workspace)
+
+
+def based(problem: Problem, trained: frozenset[str]) -> Base | None:
+    """What Schedules of the problem's graph are derived from; None where they cannot be."""
+    context = problem.context
+    if library() is None or border_of(problem.graph) is None:
+        return None
+    return Base.of(Schedule.of(_applied(problem, (), trained, BEFORE_SWAPS[:1]), context.bounds, context.workspace), context.workspace)
+
+
+def _applied(problem: Problem, decisions: tuple[Decision, ...], trained: frozenset[str], rewrites: Sequence[str]) -> fx.Graph:
     graph = copy_graph(problem.graph)
     place_parameters(graph, problem.parameters, trained)
-    graph = apply(graph, replace(context, plan=bare(decisions)), BEFORE_SWAPS)
-    return Schedule.of(graph, context.bounds, context.workspace)
+    return apply(graph, replace(problem.context, plan=bare(decisions)), rewrites)
 
 
 def recomputed(problem: Problem, recipe: Recipe, decisions: tuple[Decision, ...], trained: frozenset[str],
@@ -131,7 +152,8 @@ def recomputed(problem: Problem, recipe: Recipe, decisions: tuple[Decision, ...]
     """The recipe applied, with the trained parameters `trained` on the device. `known`: see Rates.of; `schedule`: what `scheduled` gives, where
     it is known."""
     context, schedule = problem.context, schedule or scheduled(problem, decisions, trained)
-    rates = Rates.of(schedule, context.bounds, problem.machine, context.swap_tier, problem.bucket_bytes, known)
+    given = context.bounds, problem.machine, context.swap_tier, problem.bucket_bytes, known
+    rates = schedule.rates(*given) if isinstance(schedule, Derived) else Rates.of(schedule, *given)
     must = problem.resident if problem.resident is not None else problem.pinned_to_device | trained
     ground = schedule.ground(must)
     return Recomputation(recipe, decisions, schedule, rates, must, Needs.of(schedule, ground, rates, _may_reside(problem)), {must: ground})

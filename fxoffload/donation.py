@@ -112,14 +112,23 @@ class Donated:
     bounds: Bounds
 
     def __call__(self, node: fx.Node) -> int:
-        if not takes_a_place(node):
-            return 0
-        own = [operand for operand in operands(node) if _is_made_for(node, operand)]
-        return -self.bounds.bytes_of(node.meta["val"]) if own and any(operand in own for operand in _candidates(node)) else 0
+        own = [operand for operand in operands(node) if _is_read_by_it_alone(node, operand)] if takes_a_place(node) else []
+        return -self.spared_bytes(node) if own and any(operand in own for operand in self.givers(node)) else 0
+
+    def spared_bytes(self, node: fx.Node) -> int:
+        """Bytes that a node with `givers` does not need, if one of them gives its place."""
+        return self.bounds.bytes_of(node.meta["val"])
+
+    @staticmethod
+    def givers(node: fx.Node) -> list[fx.Node]:
+        """Operands whose place the node's result takes if nothing else reads them: made by ops that can write where they are told, or brought back
+        by a copy."""
+        return [operand for operand in _candidates(node) if _is_written_where_told(operand)] if takes_a_place(node) else []
 
 
-def _is_made_for(node: fx.Node, operand: fx.Node) -> bool:
-    """Whether an op that can write where it is told makes the operand, or a copy brings it back, and nothing but the node reads it."""
-    if operand.op != "call_function" or (out_variant(operand.target) is None and operand.target is not ops.wait):
-        return False
+def _is_written_where_told(operand: fx.Node) -> bool:
+    return operand.op == "call_function" and (out_variant(operand.target) is not None or operand.target is ops.wait)
+
+
+def _is_read_by_it_alone(node: fx.Node, operand: fx.Node) -> bool:
     return all(user is node or user.target is ops.release for user in operand.users)

@@ -16,10 +16,12 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch.fx as fx
 
 from .graph import name_of
 from .liveness import Storage, base_nodes, owner_of
 from .machine import COPY_ISSUES
+from .numbers import Longs, Numbers, mask
 from .overlap import Rates
 from .spill import Ground, Schedule
 
@@ -72,26 +74,26 @@ class Needs:
     def of(schedule: Schedule, ground: Ground, rates: Rates, may_reside: frozenset[str] = frozenset()) -> Needs:
         """The needs of `schedule` with the ground's inputs resident, and any of `may_reside` besides."""
         rates = rates.with_residents(may_reside | {storage.name for storage in ground.fixed})
-        first = _first_loads(schedule, ground, rates, may_reside)
-        border = sum(1 for event in schedule.events if event.index < ground.border)
-        issued = sum(1 for seconds in rates.event_s if seconds) + COPY_ISSUES * len(rates.sink_s)
+        numbers, reads = schedule.numbers, _Reads.of(schedule, ground)
+        first, border = _first_loads(numbers, reads, rates, may_reside), numbers.border_event
+        sinks = {schedule.position[index]: seconds for index, seconds in rates.sink_s.items()}
+        issued = sum(1 for seconds in rates.event_s if seconds) + COPY_ISSUES * len(sinks)
         forward, backward = (
-            Half(sum(rates.event_s[part]), sum(first[part]), sum(rates.sink_s.get(e.index, 0.0) for e in schedule.events[part]))
-            for part in (slice(0, border), slice(border, None)))
+            Half(sum(rates.event_s[part]), sum(first[part]), sum([seconds for at, seconds in sinks.items() if (at < border) is is_forward], 0.0))
+            for part, is_forward in ((slice(0, border), True), (slice(border, None), False)))
         return Needs(
-            forward, backward, issued * rates.dispatch_s, _ahead_s(schedule, first, rates),
-            tuple(_kept(schedule, ground, rates, may_reside)), schedule, ground, rates)
+            forward, backward, issued * rates.dispatch_s, _ahead_s(first, rates, sinks),
+            tuple(_kept(numbers, reads, base_nodes(schedule.forward.live), rates, may_reside)), schedule, ground, rates)
 
     @property
     def saved_bytes(self) -> int:
         """Bytes of the values, inputs apart, that forward makes and backward reads."""
-        inputs = {storage.name for storage in self.schedule.live.first if storage.is_input}
-        return sum(one.n_bytes for one in self.kept if one.name not in inputs)
+        return sum(one.n_bytes for one in self.kept if one.name not in self.schedule.inputs)
 
     @functools.cached_property
     def makings(self) -> Mapping[str, Making]:
         """How forward makes each value, by name: asked for only where something is made again that the schedule keeps."""
-        return dict(_makings(self.schedule, self.ground, self.rates))
+        return dict(_makings(self.schedule.forward, self.ground, self.rates))
 
     def least_s(self, capacity_bytes: int, again: frozenset[str] = frozenset()) -> float:
         """The bound under `capacity_bytes` beside the ground's inputs. `again`: names of values that are made again where backward needs
@@ -160,46 +162,72 @@ class _Worth:
         return max(float(times[first:].sum() - times[first] * part), 0.0)
 
 
-def _first_loads(schedule: Schedule, ground: Ground, rates: Rates, may_reside: frozenset[str]) -> list[float]:
+@dataclass(frozen=True, slots=True)
+class _Reads:
+    """What events read beside the inputs that a Ground has fixed, by event: numbers of Storages, and of the events."""
+
+    storages: Longs
+    events: Longs
+
+    @staticmethod
+    def of(schedule: Schedule, ground: Ground) -> _Reads:
+        """Those of the Ground."""
+        numbers, more = schedule.numbers, ground.fixed - schedule.fixed
+        fixed = mask(storage in more for storage in numbers.storages) if more else np.zeros(len(numbers.storages), dtype=np.uint8)
+        is_read = fixed[numbers.reads.of] == 0
+        return _Reads(numbers.reads.of[is_read].astype(np.int64), numbers.reads.row_of()[is_read])
+
+
+def _first_loads(numbers: Numbers, reads: _Reads, rates: Rates, may_reside: frozenset[str]) -> list[float]:
     """Seconds of first copies of inputs that cannot reside, at the event that needs them first."""
-    found = [0.0] * len(schedule.events)
-    seen: set[Storage] = set()
-    for i, reads in enumerate(ground.reads):
-        for storage in reads:
-            if storage.is_input and not storage.is_tangent and storage not in seen and storage.name not in may_reside:
-                seen.add(storage)
-                found[i] += rates.least_load_s(storage)
+    found = [0.0] * len(numbers.index)
+    storages, first = np.unique(reads.storages, return_index=True)
+    for at in np.sort(first[(numbers.is_input[storages] != 0) & (numbers.is_tangent[storages] == 0)]).tolist():
+        storage = numbers.storages[reads.storages[at]]
+        if storage.name not in may_reside:
+            found[reads.events[at]] += rates.least_load_s(storage)
     return found
 
 
-def _ahead_s(schedule: Schedule, first_loads: list[float], rates: Rates) -> float:
-    """The longest way: first copies up to an event, compute from there to a later one, the gradients' copies from that one on."""
-    before = [0.0, *accumulate(rates.event_s)]
-    starts = list(accumulate((loaded - before[i] for i, loaded in enumerate(accumulate(first_loads))), max))
-    ahead_s = max((start + before[-1] for start in starts), default=0.0)
-    sunk_s = 0.0
-    for i in range(len(schedule.events) - 1, -1, -1):
-        seconds = rates.sink_s.get(schedule.events[i].index)
-        if seconds is not None:
-            sunk_s += seconds
-            ahead_s = max(ahead_s, starts[i] + before[i + 1] + sunk_s)
+def _ahead_s(first_loads: list[float], rates: Rates, sinks: Mapping[int, float]) -> float:
+    """The longest way: first copies up to an event, compute from there to a later one, the gradients' copies from that one on. `sinks`: seconds of
+    these by event."""
+    before = np.array([0.0, *accumulate(rates.event_s)])
+    starts = np.maximum.accumulate(np.cumsum(first_loads) - before[:-1])
+    ahead_s, sunk_s = float((starts + before[-1]).max(initial=0.0)), 0.0
+    for at in sorted(sinks, reverse=True):
+        sunk_s += sinks[at]
+        ahead_s = max(ahead_s, float(starts[at] + before[at + 1] + sunk_s))
     return ahead_s
 
 
-def _kept(schedule: Schedule, ground: Ground, rates: Rates, may_reside: frozenset[str]) -> Iterator[Kept]:
-    base = base_nodes(schedule.live)
-    for storage, uses in ground.uses.items():
-        begins = uses[0] if storage.is_input else schedule.live.first[storage]
-        again_s = rates.least_load_s(storage) if uses[-1] > ground.border and storage not in ground.returned else 0.0
+def _kept(numbers: Numbers, reads: _Reads, base: Mapping[Storage, fx.Node], rates: Rates, may_reside: frozenset[str]) -> Iterator[Kept]:
+    """In the order in which events read them last, the last first."""
+    _, last = np.unique(reads.storages[::-1], return_index=True)
+    last = len(reads.storages) - 1 - last
+    last = last[np.lexsort((last, -reads.events[last]))]
+    storages, border = reads.storages[last], numbers.border_event
+    begins = np.where(numbers.is_input[storages] != 0, _first_events(reads)[storages], numbers.made_by[storages])
+    is_again = (reads.events[last] > border) & (numbers.returned[storages] == 0)
+    for number, began, again in zip(storages.tolist(), begins.tolist(), is_again.tolist(), strict=True):
+        storage = numbers.storages[number]
+        again_s = rates.least_load_s(storage) if again else 0.0
         if storage.is_input and storage.name in may_reside:
-            load_s = rates.least_load_s(storage) if begins < ground.border else 0.0
+            load_s = rates.least_load_s(storage) if began < border else 0.0
             yield Kept(storage.name, storage.n_bytes, load_s, 0.0, again_s)
-        elif not again_s or begins >= ground.border:
+        elif not again_s or began >= border:
             continue
         elif storage.is_input:
             yield Kept(storage.name, storage.n_bytes, 0.0, 0.0, again_s)
         elif storage in base:
             yield Kept(name_of(base[storage]), storage.n_bytes, 0.0, rates.spill_s(storage), again_s)
+
+
+def _first_events(reads: _Reads) -> Longs:
+    """The event that reads each Storage first; 0 where none does."""
+    found = np.zeros(int(reads.storages.max(initial=-1)) + 1, dtype=np.int64)
+    found[reads.storages[::-1]] = reads.events[::-1]
+    return found
 
 
 def _makings(schedule: Schedule, ground: Ground, rates: Rates) -> Iterator[tuple[str, Making]]:

@@ -1,4 +1,4 @@
-"""`evaluator.cpp`, built on first use: the scan, its overlap, its buckets, its seconds and what is kept of it, on tables of numbers.
+"""`evaluator.cpp` and `derived.cpp`, built on first use: the scan, its overlap, its buckets, its seconds and what is kept of it, on tables of numbers.
 
 What it gives is what the functions of spill.py, overlap.py, buckets.py and fill.py give, bit for bit, in a fraction of the time. It is built by the
 C++ compiler that Inductor needs too, once per machine. Where there is none those functions run, and that is said.
@@ -16,8 +16,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
-from itertools import chain
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +25,7 @@ import numpy as np
 from .layout import ALIGNMENT
 from .liveness import Storage
 from .machine import COPY_ISSUES
+from .numbers import Doubles, Mask, Numbers, Rows, ints, mask
 
 if TYPE_CHECKING:
     from .overlap import Rates
@@ -33,15 +33,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("fxoffload")
 
-_SOURCE = Path(__file__).with_name("evaluator.cpp")
+_SOURCES = (Path(__file__).with_name("evaluator.cpp"), Path(__file__).with_name("derived.cpp"))
 _OPTIONS = ("-shared", "-fPIC", "-std=c++17", "-O3", "-ffp-contract=off")
 # Set to anything, it leaves the evaluator in Python: for whoever compares the two.
 SWITCH = "FXOFFLOAD_PYTHON_EVALUATOR"
-
-Ints = np.ndarray[Any, np.dtype[np.int32]]
-Longs = np.ndarray[Any, np.dtype[np.int64]]
-Doubles = np.ndarray[Any, np.dtype[np.float64]]
-Mask = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 def library() -> ctypes.CDLL | None:
@@ -67,7 +62,7 @@ def _library() -> ctypes.CDLL | None:
 
 
 def _key() -> str:
-    told = "\0".join((_SOURCE.read_text(), *_OPTIONS, platform.machine(), platform.system()))
+    told = "\0".join((*[source.read_text() for source in _SOURCES], *_OPTIONS, platform.machine(), platform.system()))
     return hashlib.sha256(told.encode()).hexdigest()[:16]
 
 
@@ -83,7 +78,7 @@ def _build(path: Path) -> None:
     # In a folder of its own, then moved: a build that is killed or runs twice at once never leaves half a library.
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         built = Path(folder) / path.name
-        subprocess.run([compiler, *_OPTIONS, str(_SOURCE), "-o", str(built)], check=True, capture_output=True, text=True)
+        subprocess.run([compiler, *_OPTIONS, *map(str, _SOURCES), "-o", str(built)], check=True, capture_output=True, text=True)
         os.replace(built, path)
 
 
@@ -107,10 +102,14 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "fxo_describe": (None, [_POINTER] * 3),
     "fxo_copy_out": (None, [_POINTER] * 6),
     "fxo_drop": (None, [_POINTER]),
+    "fxo_derive": (_POINTER, [_POINTER] * 3),
+    "fxo_derive_trouble": (ctypes.c_char_p, []),
+    "fxo_derive_draws": (_INT, [_POINTER]),
+    "fxo_derive_drop": (None, [_POINTER]),
 }
 
 
-class _Rows(ctypes.Structure):
+class RowsRead(ctypes.Structure):
     _fields_ = (("at", _POINTER), ("of", _POINTER))
 
 
@@ -118,7 +117,7 @@ class _Table(ctypes.Structure):
     _fields_ = (
         *((name, _LONG) for name in ("n_events", "n_storages", "border", "graph_border", "before_border", "border_event", "never", "far", "crumbs", "alignment")),
         *((name, _POINTER) for name in ("index", "own_bytes", "workspace_bytes", "read_bytes")),
-        *((name, _Rows) for name in ("makes", "reads", "touches", "leaves", "uses")),
+        *((name, RowsRead) for name in ("makes", "reads", "touches", "leaves", "uses")),
         *((name, _POINTER) for name in ("next_use", "n_bytes", "rank", "tier", "made_by", "is_input", "is_tangent", "returned", "mergeable")),
     )
 
@@ -166,36 +165,15 @@ class _Timed:
 class Table:
     """A Schedule as the evaluator reads it. `storages`: its Storages by number; `number`: of each; `index`: node index of each event."""
 
-    def __init__(self, core: ctypes.CDLL, schedule: Schedule, ground: Ground, **numbers: int) -> None:
-        """`numbers`: those of the evaluator's Table that only who calls this knows."""
-        self.core, self.schedule, self.ground = core, schedule, ground
-        events, live = schedule.events, schedule.live
-        self.storages: tuple[Storage, ...] = tuple(live.first)
+    def __init__(self, core: ctypes.CDLL, schedule: Schedule, numbers: Numbers, **others: int) -> None:
+        """`others`: numbers of the evaluator's Table that only who calls this knows."""
+        self.core, self.schedule, self.numbers = core, schedule, numbers
+        self.storages, self.n_bytes = numbers.storages, numbers.n_bytes
         self.number = {storage: i for i, storage in enumerate(self.storages)}
-        self.index: list[int] = [event.index for event in events]
-        position, number, names = schedule.position, self.number, sorted({storage.name for storage in self.storages})
-        rank = {name: i for i, name in enumerate(names)}
-        tiers = {tier: i for i, tier in enumerate(dict.fromkeys(storage.tier for storage in self.storages))}
-        self.n_bytes = _longs(storage.n_bytes for storage in self.storages)
-        self._held: dict[str, Any] = {
-            "index": _longs(self.index), "own_bytes": _longs(event.own_bytes for event in events), "workspace_bytes": schedule.workspace,
-            "read_bytes": _longs(sum(s.n_bytes for s in event.reads) for event in events),
-            "next_use": _longs(next_use for touched in ground.touches for _, next_use in touched), "n_bytes": self.n_bytes,
-            "rank": _ints(rank[s.name] for s in self.storages), "tier": _ints(tiers[s.tier] for s in self.storages),
-            "made_by": _ints(-1 if s.is_input else position.get(live.first[s], -1) for s in self.storages),
-            "is_input": _mask(s.is_input for s in self.storages), "is_tangent": _mask(s.is_tangent for s in self.storages),
-            "returned": self.of(ground.returned), "mergeable": self.of(schedule.mergeable),
-        }
-        rows = {
-            "makes": _rows([event.makes for event in events], number.__getitem__), "reads": _rows(ground.reads, number.__getitem__),
-            "touches": _rows(ground.touches, lambda touch: number[touch[0]]), "leaves": _rows(ground.leaves, number.__getitem__),
-            "uses": _rows([ground.uses.get(storage, ()) for storage in self.storages], position.__getitem__),
-        }
-        self._rows = rows
-        table = _Table(
-            n_events=len(events), n_storages=len(self.storages), border=ground.border, graph_border=live.border,
-            alignment=ALIGNMENT, **numbers, **{name: array.ctypes.data for name, array in self._held.items()},
-            **{name: _Rows(at.ctypes.data, of.ctypes.data) for name, (at, of) in rows.items()})
+        self.index: list[int] = numbers.index.tolist()
+        told: dict[str, Any] = {one.name: getattr(numbers, one.name) for one in fields(numbers) if one.name != "storages"}
+        table = _Table(n_events=len(self.index), n_storages=len(self.storages), alignment=ALIGNMENT, **others, **{
+            name: one if isinstance(one, int) else rows_of(one) if isinstance(one, Rows) else one.ctypes.data for name, one in told.items()})
         self._table, self.address = table, ctypes.addressof(table)
         self._named: dict[Collection[str], Mask] = {}
         self._timed: dict[int, _Timed] = {}
@@ -203,19 +181,19 @@ class Table:
 
     def of(self, storages: Iterable[Storage]) -> Mask:
         """The mask of some of the Storages."""
-        mask = np.zeros(len(self.storages), dtype=np.uint8)
-        mask[[self.number[storage] for storage in storages]] = 1
-        return mask
+        found = np.zeros(len(self.storages), dtype=np.uint8)
+        found[[self.number[storage] for storage in storages]] = 1
+        return found
 
     def named(self, names: frozenset[str]) -> Mask:
         """The mask of the Storages of those names."""
         if names not in self._named:
-            self._named[names] = _mask(storage.name in names for storage in self.storages)
+            self._named[names] = mask(storage.name in names for storage in self.storages)
         return self._named[names]
 
     def scan(self, ground: Ground, capacity_bytes: int, kept: frozenset[str], swapped: frozenset[str], to_the_end: bool) -> Evaluated:
         """What Spiller finds."""
-        fixed, staying = self.of(ground.fixed - self.ground.fixed), self.named(kept)
+        fixed, staying = self.of(ground.fixed - self.schedule.fixed), self.named(kept)
         leaving = self.named(swapped)
         return self._made(self.core.fxo_scan(
             self.address, fixed.ctypes.data, capacity_bytes, staying.ctypes.data, leaving.ctypes.data if leaving.any() else None, to_the_end))
@@ -265,7 +243,7 @@ class Table:
         """What `fill.filled` gives; no scan where nothing is kept."""
         resident, peak = np.zeros(len(self.storages), dtype=np.uint8), ctypes.c_int64(0)
         free, leaving = self.named(may_reside), self.named(must_leave)
-        numbers, saved_s = _ints(self.number[storage] for storage, _ in tables), np.array([seconds for _, seconds in tables], dtype=np.float64)
+        numbers, saved_s = ints(self.number[storage] for storage, _ in tables), np.array([seconds for _, seconds in tables], dtype=np.float64)
         address = self.core.fxo_fill(
             self.address, self._seconds(rates), found.address, used.ctypes.data, capacity_bytes, most_bytes, free.ctypes.data, leaving.ctypes.data,
             len(tables), numbers.ctypes.data, saved_s.ctypes.data, resident.ctypes.data, ctypes.addressof(peak))
@@ -276,14 +254,14 @@ class Table:
 
     def least_bytes(self, ground: Ground, kept: frozenset[str], spared: Bytes | None) -> int:
         """What `Schedule.least_bytes` gives, beside the fixed inputs."""
-        fixed, staying = self.of(ground.fixed - self.ground.fixed), self.named(kept)
+        fixed, staying = self.of(ground.fixed - self.schedule.fixed), self.named(kept)
         n_bytes: int = self.core.fxo_least(self.address, fixed.ctypes.data, staying.ctypes.data, None if spared is None else spared.ctypes.data)
         return n_bytes
 
     def packed(self, ground: Ground, rates: Rates, capacity_bytes: int, power: float, free: frozenset[str], kept: frozenset[str],
                swapped: frozenset[str]) -> tuple[frozenset[str], Mask]:
         """What `Gaps.packed_jointly` gives: what is to reside, and the gaps to stay in, by number."""
-        fixed, free_mask, staying, leaving = self.of(ground.fixed - self.ground.fixed), self.named(free), self.named(kept), self.named(swapped)
+        fixed, free_mask, staying, leaving = self.of(ground.fixed - self.schedule.fixed), self.named(free), self.named(kept), self.named(swapped)
         stays, resident = np.zeros(self._n_gaps, dtype=np.uint8), np.zeros(len(self.storages), dtype=np.uint8)
         self.core.fxo_pack(
             self.address, self._seconds(rates), fixed.ctypes.data, staying.ctypes.data, leaving.ctypes.data if leaving.any() else None,
@@ -292,7 +270,7 @@ class Table:
 
     def laid_out(self, ground: Ground, rates: Rates, stays: Mask, capacity_bytes: int) -> Evaluated:
         """What `Gaps.laid_out` gives."""
-        fixed = self.of(ground.fixed - self.ground.fixed)
+        fixed = self.of(ground.fixed - self.schedule.fixed)
         return self._made(self.core.fxo_lay_out(self.address, self._seconds(rates), fixed.ctypes.data, stays.ctypes.data, capacity_bytes))
 
     @functools.cached_property
@@ -345,20 +323,6 @@ class Table:
         return self._copied[copy_s]
 
 
-def _ints(numbers: Iterable[int]) -> Ints:
-    return np.array(list(numbers), dtype=np.int32)
-
-
-def _longs(numbers: Iterable[int]) -> Longs:
-    return np.array(list(numbers), dtype=np.int64)
-
-
-def _mask(flags: Iterable[bool]) -> Mask:
-    return np.array(list(flags), dtype=np.uint8)
-
-
-def _rows(rows: Sequence[Sequence[Any]], number: Callable[[Any], int]) -> tuple[Ints, Ints]:
-    """The numbers of what is in each row, end to end, and where each begins."""
-    at = np.zeros(len(rows) + 1, dtype=np.int32)
-    np.cumsum([len(row) for row in rows], out=at[1:])
-    return at, np.fromiter(map(number, chain.from_iterable(rows)), dtype=np.int32, count=int(at[-1]))
+def rows_of(rows: Rows) -> RowsRead:
+    """Rows as the evaluator reads them."""
+    return RowsRead(rows.at.ctypes.data, rows.of.ctypes.data)

@@ -70,7 +70,7 @@ class Searches:
 
     found: list[Search] = field(default_factory=list)
     graphs: dict[tuple[fx.Graph, tuple[Decision, ...]], fx.Graph] = field(default_factory=dict)
-    schedules: Schedules = field(default_factory=dict)
+    schedules: Schedules = field(default_factory=Schedules)
 
     def applied(self, problem: Problem, decisions: tuple[Decision, ...], rewrites: Sequence[str]) -> Problem:
         """The problem with the decisions applied by those rewrites, once."""

@@ -11,9 +11,10 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from .candidates import (
-    NEAR, Candidate, Recomputation, completed, free_names, least_s, packed_first, recomputed, refined, scanned, scheduled, settled, swept, swept_near, unlimited_bytes,
+    NEAR, Candidate, Recomputation, based, completed, free_names, least_s, packed_first, recomputed, refined, scanned, scheduled, settled, swept, swept_near, unlimited_bytes,
 )
 from .climb import climbed
+from .derived import Base
 from .liveness import Liveness, liveness
 from .overlap import Costs
 from .plans import Decision
@@ -69,8 +70,12 @@ class OfRung:
     settled: list[Candidate]
 
 
-# Each with what bytes ops need for themselves, by whose identity it is known.
-Schedules = dict[Hashable, tuple[object, Schedule]]
+@dataclass(frozen=True, slots=True)
+class Schedules:
+    """Those that were made, and what they are derived from, each with what bytes ops need for themselves, by whose identity it is known."""
+
+    made: dict[Hashable, tuple[object, Schedule]] = field(default_factory=dict)
+    bases: dict[Hashable, tuple[object, Base | None]] = field(default_factory=dict)
 
 
 @dataclass
@@ -81,15 +86,18 @@ class Shared:
     decisions: dict[Recipe, tuple[Decision, ...]] = field(default_factory=dict)
     costs: Costs = field(default_factory=dict)
     live: Liveness | None = None
-    schedules: Schedules = field(default_factory=dict)
+    schedules: Schedules = field(default_factory=Schedules)
 
     def schedule_of(self, problem: Problem, decisions: tuple[Decision, ...], trained: frozenset[str]) -> Schedule:
         """The problem's Schedule with those decisions, made once."""
         context, homes = problem.context, tuple([(p.fqn, p.home) for p in problem.parameters.values()])
-        key = problem.graph, id(context.workspace), context.swap_tier, context.device, context.host, homes, trained, decisions
-        if key not in self.schedules:
-            self.schedules[key] = context.workspace, scheduled(problem, decisions, trained)
-        return self.schedules[key][1]
+        key = problem.graph, id(context.workspace), context.swap_tier, context.device, context.host, homes, trained
+        known = self.schedules
+        if key not in known.bases:
+            known.bases[key] = context.workspace, based(problem, trained)
+        if (key, decisions) not in known.made:
+            known.made[key, decisions] = context.workspace, scheduled(problem, decisions, trained, known.bases[key][1])
+        return known.made[key, decisions][1]
 
     def live_of(self, problem: Problem) -> Liveness:
         """The Liveness of the problem's graph."""
@@ -339,7 +347,7 @@ class OneRung:
 
     @functools.cached_property
     def _effort(self) -> Effort:
-        n_events = len(self._made(Recipe("all")).schedule.events)
+        n_events = self._made(Recipe("all")).schedule.n_events
         return next(effort for effort in _EFFORTS if n_events <= effort.most_events)
 
     @property
@@ -360,7 +368,7 @@ class OneRung:
     @functools.cached_property
     def _n_tries(self) -> int:
         """The tries of a climb: more of them where they take less."""
-        n_events = len(self._made(Recipe("all")).schedule.events)
+        n_events = self._made(Recipe("all")).schedule.n_events
         return max(self._effort.n_tries, _TRIED_EVENTS // n_events)
 
     @functools.cached_property

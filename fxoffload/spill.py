@@ -27,6 +27,7 @@ from .effects import Tier
 from .graph import Bounds, has_fixed_layout, operands, output_of, returned
 from .liveness import Liveness, Storage, is_view, liveness, no_workspace
 from .native import Evaluated, Table, library
+from .numbers import Numbers
 
 # Bytes at each event; NEVER stands for no limit, and 64 bits hold it.
 Bytes = np.ndarray[tuple[int], np.dtype[np.int64]]
@@ -438,14 +439,24 @@ class Schedule:
         return frozenset(s for node in inputs for s in self.live.of[node] if s.tier.on_host and s not in returned)
 
     @functools.cached_property
+    def numbers(self) -> Numbers:
+        """The Schedule with its least Ground, as arrays."""
+        return Numbers.of(self, self._least_ground)
+
+    @functools.cached_property
     def table(self) -> Table | None:
         """The Schedule as the evaluator reads it; None where that is not built."""
-        core, ground = library(), self._least_ground
-        if core is None:
-            return None
-        border_event, border = (bisect_left(self.events, index, key=lambda event: event.index) for index in (self.live.border, ground.border))
-        return Table(
-            core, self, ground, border_event=border_event, before_border=max(border - 1, 0), never=NEVER, far=_FAR, crumbs=_CRUMBS)
+        core = library()
+        return None if core is None else Table(core, self, self.numbers, never=NEVER, far=_FAR, crumbs=_CRUMBS)
+
+    @property
+    def forward(self) -> Schedule:
+        """A Schedule of a graph whose forward half is this one's, with the same Storages."""
+        return self
+
+    @property
+    def n_events(self) -> int:
+        return len(self.events)
 
     def fixed_bytes(self, resident: frozenset[str] = frozenset()) -> int:
         """Device bytes of inputs, with those of `resident` there too."""

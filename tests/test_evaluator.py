@@ -149,7 +149,7 @@ def test_without_a_compiler_plans_are_made_in_python_and_that_is_said(
 def test_a_build_that_fails_says_what_the_compiler_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     broken = tmp_path / "broken.cpp"
     broken.write_text("this is no program\n")
-    monkeypatch.setattr(native, "_SOURCE", broken)
+    monkeypatch.setattr(native, "_SOURCES", (broken,))
     monkeypatch.setattr(native.Path, "home", lambda: tmp_path)
     native._library.cache_clear()
     try:
@@ -170,7 +170,7 @@ def test_the_switch_leaves_the_evaluator_in_python(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.unit
 def test_the_evaluator_compiles_without_a_warning(tmp_path: Path) -> None:
-    options = [*native._OPTIONS, "-Wall", "-Wextra", "-Werror", str(native._SOURCE), "-o", str(tmp_path / "out.so")]
+    options = [*native._OPTIONS, "-Wall", "-Wextra", "-Werror", *map(str, native._SOURCES), "-o", str(tmp_path / "out.so")]
     compiler = native._compiler()
     assert compiler is not None
     done = subprocess.run([compiler, *options], capture_output=True, text=True, check=False)
