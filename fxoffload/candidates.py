@@ -38,7 +38,7 @@ class Recomputation:
     """A recipe applied: the decisions, the schedule of the graph they give, and what bounds its seconds whatever resides.
 
     `rates`: with every lookup's table where the graph has it. `must`: what resides at least, with its ground; `grounds`, `gaps`, `outside`,
-    `least`, `rated`: of each resident set that was asked for.
+    `least`, `rated`: of each resident set that was asked for; `more`: see `again`.
     """
 
     recipe: Recipe
@@ -52,6 +52,14 @@ class Recomputation:
     outside: dict[frozenset[str], int] = field(default_factory=dict)
     least: dict[frozenset[str], int] = field(default_factory=dict)
     rated: dict[frozenset[str], Rates] = field(default_factory=dict)
+    more: dict[int, tuple[tuple[Decision, ...], frozenset[str]]] = field(default_factory=dict)
+
+    def again(self, decisions: tuple[Decision, ...]) -> frozenset[str]:
+        """Names of what those recompute and its own decisions do not, found out once."""
+        if id(decisions) not in self.more:
+            # The entry holds the decisions, so that their id cannot become others'.
+            self.more[id(decisions)] = decisions, frozenset(_recomputed_by(decisions) - _recomputed_by(self.decisions))
+        return self.more[id(decisions)][1]
 
     def rates_with(self, resident: frozenset[str]) -> Rates:
         """The rates beside the resident set, made once."""
@@ -163,9 +171,11 @@ def least_s(problem: Problem, recomputation: Recomputation, budget_bytes: int, d
     """Seconds that no candidate of the recomputation, or with other decisions that recompute no less, can beat under the budget."""
     outside = recomputation.outside_bytes(problem, recomputation.must)
     room = problem.footprint.live_bytes(budget_bytes) - outside - recomputation.grounds[recomputation.must].fixed_bytes
-    known = {one.value for one in recomputation.decisions if isinstance(one, Recompute)}
-    again = {one.value for one in decisions or () if isinstance(one, Recompute)} - known
-    return recomputation.needs.least_s(room, frozenset(again))
+    return recomputation.needs.least_s(room, recomputation.again(decisions) if decisions is not None else frozenset())
+
+
+def _recomputed_by(decisions: tuple[Decision, ...]) -> set[str]:
+    return {one.value for one in decisions if isinstance(one, Recompute)}
 
 
 def bare(decisions: tuple[Decision, ...]) -> GraphPlan:

@@ -26,6 +26,9 @@ from .overlap import Rates
 from .spill import Ground, Schedule
 
 
+_Items = np.ndarray[Any, np.dtype[np.bool_]]
+
+
 class Kept(NamedTuple):
     """Something that is either on the device over the border or takes seconds of the channels: in forward, and in backward.
 
@@ -98,8 +101,7 @@ class Needs:
     def least_s(self, capacity_bytes: int, again: frozenset[str] = frozenset()) -> float:
         """The bound under `capacity_bytes` beside the ground's inputs. `again`: names of values that are made again where backward needs
         them."""
-        left = np.array([name not in again for name in self._names], dtype=np.bool_) if again else None
-        made_s = self._made_s(again) if again else 0.0
+        left, made_s = self._without(again) if again else (None, 0.0)
         f, b = self.forward, self.backward
         if not self.rates.overlaps:
             moved_s = self._worths[-1].left_s(capacity_bytes, left)
@@ -118,6 +120,16 @@ class Needs:
         """Of loads, of spills, of returns, and of all of them."""
         columns = zip(*((k.load_s, k.spill_s, k.again_s, k.load_s + k.spill_s + k.again_s) for k in self.kept)) if self.kept else ((),) * 4
         return tuple(_Worth.of([k.n_bytes for k in self.kept], seconds) for seconds in columns)
+
+    def _without(self, again: frozenset[str]) -> tuple[_Items, float]:
+        """What is left beside what is made again, and the seconds of that, found out once."""
+        if again not in self._known:
+            self._known[again] = np.array([name not in again for name in self._names], dtype=np.bool_), self._made_s(again)
+        return self._known[again]
+
+    @functools.cached_property
+    def _known(self) -> dict[frozenset[str], tuple[_Items, float]]:
+        return {}
 
     def _made_s(self, again: frozenset[str]) -> float:
         """Seconds of making again what backward reads of those values, and what that is made from."""
@@ -148,7 +160,7 @@ class _Worth:
         order = np.argsort(-times / np.maximum(sizes, 1), kind="stable")
         return _Worth(order, sizes[order], times[order])
 
-    def left_s(self, capacity_bytes: int, items: np.ndarray[Any, np.dtype[np.bool_]] | None) -> float:
+    def left_s(self, capacity_bytes: int, items: _Items | None) -> float:
         """Seconds of those of the `items`, less the most that a part of them, items cut where need be, can hold in `capacity_bytes`."""
         sizes, times = self.n_bytes, self.seconds
         if items is not None:

@@ -25,7 +25,7 @@ import numpy as np
 from .layout import ALIGNMENT
 from .liveness import Storage
 from .machine import COPY_ISSUES
-from .numbers import Doubles, Mask, Numbers, Rows, ints, mask
+from .numbers import Doubles, Longs, Mask, Numbers, Rows, ints
 
 if TYPE_CHECKING:
     from .overlap import Rates
@@ -188,8 +188,14 @@ class Table:
     def named(self, names: frozenset[str]) -> Mask:
         """The mask of the Storages of those names."""
         if names not in self._named:
-            self._named[names] = mask(storage.name in names for storage in self.storages)
+            found = np.zeros(len(self.storages), dtype=np.uint8)
+            found[[self._by_name[name] for name in names if name in self._by_name] if names else []] = 1
+            self._named[names] = found
         return self._named[names]
+
+    @functools.cached_property
+    def _by_name(self) -> dict[str, int]:
+        return {storage.name: i for i, storage in enumerate(self.storages)}
 
     def scan(self, ground: Ground, capacity_bytes: int, kept: frozenset[str], swapped: frozenset[str], to_the_end: bool) -> Evaluated:
         """What Spiller finds."""
@@ -317,10 +323,17 @@ class Table:
     def _copies_s(self, copy_s: Callable[[Storage], float]) -> Doubles:
         """Of every Storage; what is alike takes as long."""
         if copy_s not in self._copied:
-            known = {(s.n_bytes, s.tier, s.is_input): s for s in self.storages}
-            seconds = {alike: copy_s(storage) for alike, storage in known.items()}
-            self._copied[copy_s] = np.array([seconds[s.n_bytes, s.tier, s.is_input] for s in self.storages], dtype=np.float64)
+            first, alike = self._alike
+            self._copied[copy_s] = np.array([copy_s(self.storages[i]) for i in first.tolist()], dtype=np.float64)[alike]
         return self._copied[copy_s]
+
+    @functools.cached_property
+    def _alike(self) -> tuple[Longs, Longs]:
+        """One Storage of each size, tier and origin, and of every Storage which of these it is like."""
+        numbers = self.numbers
+        kinds = np.stack([numbers.n_bytes, numbers.tier, numbers.is_input], axis=1)
+        _, first, alike = np.unique(kinds, axis=0, return_index=True, return_inverse=True)
+        return first, alike.reshape(-1)
 
 
 def rows_of(rows: Rows) -> RowsRead:

@@ -93,6 +93,11 @@ class Problem:
         return frozenset(p.fqn for p in free if p.fqn not in self.pinned_to_host)
 
     @functools.cached_property
+    def input_names(self) -> frozenset[str | None]:
+        """Parameters and buffers that are inputs of the graph."""
+        return frozenset(info(n).fqn for n in self.graph.find_nodes(op="placeholder"))
+
+    @functools.cached_property
     def n_blocks(self) -> int:
         """Repeated blocks of the model."""
         return 1 + max((i for node in self.graph.nodes if (i := block_position(name_of(node))) is not None), default=-1)
@@ -132,6 +137,5 @@ def apply(graph: fx.Graph, context: Context, steps: Sequence[str | Pass]) -> fx.
 
 def outside_bytes(problem: Problem, resident: frozenset[str]) -> int:
     """Resident parameters that are no input of this graph, and what residents that are trained bring along."""
-    inputs = {info(n).fqn for n in problem.graph.find_nodes(op="placeholder")}
-    idle = sum(problem.parameters[fqn].n_bytes for fqn in sorted(resident) if fqn not in inputs)
+    idle = sum(problem.parameters[fqn].n_bytes for fqn in sorted(resident) if fqn not in problem.input_names)
     return idle + sum(problem.parameters[fqn].gradient_bytes + problem.parameters[fqn].state_bytes for fqn in sorted(resident))

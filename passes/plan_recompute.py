@@ -15,15 +15,15 @@ makes takes to return from the host (sums over rows): to move it, or to keep it,
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Set
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field
 
 import torch
 import torch.fx as fx
 
 from fxoffload.blocks import block_of, position_of
 from fxoffload.cost import flops, node_s
-from fxoffload.cuts import Remake, made_again
+from fxoffload.cuts import Remake, Remakes
 from fxoffload.effects import Channel, Tier
 from fxoffload.fusion import fused
 from fxoffload.graph import Bounds, Role, border_of, info, is_random, name_of, remembered, returned
@@ -43,21 +43,11 @@ def run(graph: fx.Graph, ctx: Context) -> tuple[Decision, ...]:
     if border_of(graph) is None:
         return ()
     forward = (ctx.live or liveness(graph, ctx.bounds)).told(_Forward.of)
-    values = forward.values
-    if ctx.draws_once:
-        values = {s: v for s, v in values.items() if name_of(v) in ctx.recomputed_values or not is_random(owner_of(v))}
-    again = {s for s, v in values.items() if v not in forward.closure and _recomputed(s, v, forward, keep, blocks, ctx.bounds)}
-    if keep in ("costly", "blocks") and ctx.machine is not None:
-        # In graph order: blocks that are alike are then told to be, and one cut is made of them all.
-        inside = {s: v for s, v in values.items() if s in again and keep == "blocks" and forward.is_inside(s, blocks)}
-        again -= set(_return_sooner({s: v for s, v in values.items() if s in again and s not in inside}, forward, ctx))
-        outside = {s: v for s, v in values.items() if s in again and s not in inside}
-        for part, price in ((inside, float(ctx.options.get("price", 1.0))), (outside, 1.0)):
-            again -= part.keys() - _cheapest(part, forward, price, ctx)
-    chosen = {name_of(node) for s, node in values.items() if s in again or node in forward.closure}
-    chosen -= ctx.kept_values | ctx.swapped_values
-    chosen |= {name_of(v) for v in values.values() if name_of(v) in ctx.recomputed_values}
-    return tuple(Recompute(name_of(node)) for node in values.values() if name_of(node) in chosen)
+    choice = forward.choice(keep, blocks, ctx)
+    again, names, pinned = choice.again(float(ctx.options.get("price", 1.0)), ctx), forward.names, ctx.kept_values | ctx.swapped_values
+    return tuple([
+        forward.decisions[s] for s, node in choice.values.items()
+        if (s in again or node in forward.closure) and names[s] not in pinned or names[s] in ctx.recomputed_values])
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +55,7 @@ class _Forward:
     """What no option changes. `values`: every Storage forward makes that may be made again, under the node that names it; `closure`:
     nodes that parameters alone feed; `positions`: the block of each value, by number, in none where it lies outside; `crossing`: those
     that forward reads outside their block; `read`: Storages that backward reads; `needed`: of the node that makes a value what it reads
-    that is not always there."""
+    that is not always there. `choices`: those that were asked for, each with its machine, by whose identity it is known."""
 
     values: Mapping[Storage, fx.Node]
     closure: Set[fx.Node]
@@ -73,6 +63,9 @@ class _Forward:
     crossing: Set[Storage]
     read: frozenset[Storage]
     needed: Mapping[fx.Node, tuple[Storage, ...]]
+    names: Mapping[Storage, str]
+    decisions: Mapping[Storage, Recompute]
+    choices: dict[tuple[object, ...], tuple[Machine | None, _Choice]] = field(default_factory=dict)
 
     @staticmethod
     def of(live: Liveness) -> _Forward:
@@ -85,12 +78,81 @@ class _Forward:
             values, closure, {s: position_of(block) for s, block in blocks.items()},
             {s for s, block in blocks.items() if _crosses(s, block, live)},
             frozenset(s for s, uses in live.uses.items() if any(i > live.border and not is_view(live.nodes[i]) for i in reversed(uses))),
-            {owner: _needed(owner, free, live) for owner in owners})
+            {owner: _needed(owner, free, live) for owner in owners},
+            {s: name_of(node) for s, node in values.items()}, {s: Recompute(name_of(node)) for s, node in values.items()})
 
     def is_inside(self, storage: Storage, blocks: int) -> bool:
         """Whether the value lies in one of the first so many blocks."""
         position = self.positions.get(storage)
         return position is not None and (blocks < 0 or position < blocks)
+
+    def choice(self, keep: str, blocks: int, ctx: Context) -> _Choice:
+        """What is there to choose from, found out once."""
+        drawn = ctx.recomputed_values if ctx.draws_once else None
+        key = keep, blocks, drawn, id(ctx.machine), ctx.swap_tier
+        if key not in self.choices:
+            self.choices[key] = ctx.machine, _Choice.of(self, keep, blocks, ctx)
+        return self.choices[key][1]
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """What no price changes. `values`: those that may be made again at all; `sure`: those that are; `inside`: those of blocks, of which a minimum cut
+    says which."""
+
+    values: Mapping[Storage, fx.Node]
+    sure: Set[Storage]
+    inside: _Cuts | None = None
+
+    @staticmethod
+    def of(forward: _Forward, keep: str, blocks: int, ctx: Context) -> _Choice:
+        """What the option `keep` says of so many blocks."""
+        values = forward.values
+        if ctx.draws_once:
+            values = {s: v for s, v in values.items() if name_of(v) in ctx.recomputed_values or not is_random(owner_of(v))}
+        again = {s: v for s, v in values.items() if v not in forward.closure and _recomputed(s, v, forward, keep, blocks, ctx.bounds)}
+        if keep not in ("costly", "blocks") or ctx.machine is None:
+            return _Choice(values, again.keys())
+        # In graph order: blocks that are alike are then told to be, and one cut is made of them all.
+        inside = {s: v for s, v in again.items() if keep == "blocks" and forward.is_inside(s, blocks)}
+        sooner = set(_return_sooner({s: v for s, v in again.items() if s not in inside}, forward, ctx))
+        outside = {s: v for s, v in again.items() if s not in inside and s not in sooner}
+        return _Choice(values, _Cuts.of(outside, forward, ctx).cheapest(1.0, ctx), _Cuts.of(inside, forward, ctx))
+
+    def again(self, price: float, ctx: Context) -> Set[Storage]:
+        """The values that are made again, by choice, where a saved byte costs `price` times its copies."""
+        return self.sure if self.inside is None else self.sure | self.inside.cheapest(price, ctx)
+
+
+@dataclass(frozen=True, slots=True)
+class _Cuts:
+    """Values of which a minimum cut says which are made again: what each op makes, and the ops. `most_bytes`: of the largest."""
+
+    made: Sequence[Sequence[Storage]]
+    remakes: Remakes
+    most_bytes: int
+
+    @staticmethod
+    def of(values: Mapping[Storage, fx.Node], forward: _Forward, ctx: Context) -> _Cuts:
+        """Of the values."""
+        assert ctx.machine is not None
+        made: dict[fx.Node, list[Storage]] = {}
+        for storage, node in values.items():
+            made.setdefault(owner_of(node), []).append(storage)
+        made_s = _made_s(forward, ctx.bounds, ctx.machine)
+        remakes = [Remake(made_s[owner], forward.needed[owner], tuple(storages)) for owner, storages in made.items()]
+        sizes = {s: s.n_bytes for remake in remakes for s in (*remake.reads, *remake.makes)}
+        return _Cuts(list(made.values()), Remakes.of(remakes, sizes, forward.read), max([s.n_bytes for s in values], default=0))
+
+    def cheapest(self, price: float, ctx: Context) -> set[Storage]:
+        """Which of the values are made again where a saved byte costs `price` times its copies, and all that an op reads must be there."""
+        assert ctx.machine is not None
+        if not self.made:
+            return set()
+        channels = Channel.H2D, Channel.D2H
+        per_byte_s = price * sum(ctx.machine.least_s_per_byte(self.most_bytes, channel, ctx.swap_tier) for channel in channels)
+        again = self.remakes.made_again(per_byte_s)
+        return {s for storages, yes in zip(self.made, again, strict=True) if yes for s in storages}
 
 
 def _forward_values(live: Liveness) -> dict[Storage, fx.Node]:
@@ -115,23 +177,6 @@ def _forward_values(live: Liveness) -> dict[Storage, fx.Node]:
 def _needed(owner: fx.Node, free: Set[Storage], live: Liveness) -> tuple[Storage, ...]:
     reads = dict.fromkeys(s for operand in owner.all_input_nodes for s in live.of.get(operand, ()))
     return tuple(s for s in reads if not s.is_input and s not in free and s not in live.escapes)
-
-
-def _cheapest(values: Mapping[Storage, fx.Node], forward: _Forward, price: float, ctx: Context) -> set[Storage]:
-    """Which of the values are made again where a saved byte costs `price` times its copies, and all that an op reads must be there."""
-    assert ctx.machine is not None
-    if not values:
-        return set()
-    most_bytes = max(s.n_bytes for s in values)
-    per_byte_s = price * sum(ctx.machine.least_s_per_byte(most_bytes, channel, ctx.swap_tier) for channel in (Channel.H2D, Channel.D2H))
-    made: dict[fx.Node, list[Storage]] = {}
-    for storage, node in values.items():
-        made.setdefault(owner_of(node), []).append(storage)
-    made_s = _made_s(forward, ctx.bounds, ctx.machine)
-    remakes = [Remake(made_s[owner], forward.needed[owner], tuple(storages)) for owner, storages in made.items()]
-    prices = {s: s.n_bytes * per_byte_s for remake in remakes for s in (*remake.reads, *remake.makes)}
-    again = made_again(remakes, prices, forward.read)
-    return {s for remake, yes in zip(remakes, again, strict=True) if yes for s in remake.makes}
 
 
 def _made_s(forward: _Forward, bounds: Bounds, machine: Machine) -> Mapping[fx.Node, float]:
