@@ -85,13 +85,14 @@ class Base:
         clones = _clones(live)
         names = [storage.name for storage in (*numbers.storages, *(clones.get(s, s) for s in numbers.storages))]
         rank = {name: i for i, name in enumerate(sorted(set(names)))}
+        givers = [workspace.givers(node) if isinstance(workspace, Donated) else [] for node in nodes]
         rows = [Rows.told(row, told) for row, told in (
             ([node.all_input_nodes for node in nodes], index.__getitem__), ([_seen(node) for node in nodes], index.__getitem__),
-            (live.makes, number.__getitem__), ([_givers(node, workspace) for node in nodes], index.__getitem__))]
+            (live.makes, number.__getitem__), (givers, index.__getitem__))]
         results = ints(index[value] for value in _results(nodes[-1]))
         held = (
             ints(index[view_source(node)] if is_view(node) or _is_element(node) else -1 for node in nodes), ints(one or 0 for one in elements), results,
-            np.array([_flags(node) for node in nodes], dtype=np.uint8), _workspace_bytes(schedule, workspace), numbers.n_bytes, ints(rank[name] for name in names),
+            np.array([_flags(node) for node in nodes], dtype=np.uint8), _workspace_bytes(schedule, workspace, givers), numbers.n_bytes, ints(rank[name] for name in names),
             mask(s.is_input or s.tier is Tier.DEVICE for s in numbers.storages), numbers.is_input, numbers.is_tangent,
             mask(s in schedule.fixed for s in numbers.storages))
         read = _Read(
@@ -268,16 +269,14 @@ def _seen(node: fx.Node) -> Sequence[fx.Node]:
     return [value for value in node.args[1:2] if isinstance(value, fx.Node)] if node.target is ops.lookup else node.all_input_nodes
 
 
-def _givers(node: fx.Node, workspace: Callable[[fx.Node], int]) -> Sequence[fx.Node]:
-    return workspace.givers(node) if isinstance(workspace, Donated) else ()
-
-
-def _workspace_bytes(schedule: Schedule, workspace: Callable[[fx.Node], int]) -> Longs:
-    """Of every node; with givers as if one of them gave its place."""
-    found = np.zeros(len(schedule.live.nodes), dtype=np.int64)
+def _workspace_bytes(schedule: Schedule, workspace: Callable[[fx.Node], int], givers: Sequence[Sequence[fx.Node]]) -> Longs:
+    """Of every node; with `givers` as if one of them gave its place."""
+    found = np.zeros(len(givers), dtype=np.int64)
     for event in schedule.events:
-        node = schedule.live.nodes[event.index]
-        found[event.index] = -workspace.spared_bytes(node) if isinstance(workspace, Donated) and workspace.givers(node) else event.workspace_bytes
+        if isinstance(workspace, Donated) and givers[event.index]:
+            found[event.index] = -workspace.spared_bytes(schedule.live.nodes[event.index])
+        else:
+            found[event.index] = event.workspace_bytes
     return found
 
 

@@ -331,9 +331,9 @@ class Table:
     def _alike(self) -> tuple[Longs, Longs]:
         """One Storage of each size, tier and origin, and of every Storage which of these it is like."""
         numbers = self.numbers
-        kinds = np.stack([numbers.n_bytes, numbers.tier, numbers.is_input], axis=1)
-        _, first, alike = np.unique(kinds, axis=0, return_index=True, return_inverse=True)
-        return first, alike.reshape(-1)
+        kinds = (numbers.n_bytes * (1 + int(numbers.tier.max(initial=0))) + numbers.tier) * 2 + numbers.is_input
+        _, first, alike = np.unique(kinds, return_index=True, return_inverse=True)
+        return first, alike
 
 
 def rows_of(rows: Rows) -> RowsRead:

@@ -55,7 +55,7 @@ class _Forward:
     """What no option changes. `values`: every Storage forward makes that may be made again, under the node that names it; `closure`:
     nodes that parameters alone feed; `positions`: the block of each value, by number, in none where it lies outside; `crossing`: those
     that forward reads outside their block; `read`: Storages that backward reads; `needed`: of the node that makes a value what it reads
-    that is not always there. `choices`: those that were asked for, each with its machine, by whose identity it is known."""
+    that is not always there. `choices`, `cheap`: what was asked for, the first each with its machine, by whose identity it is known."""
 
     values: Mapping[Storage, fx.Node]
     closure: Set[fx.Node]
@@ -66,6 +66,7 @@ class _Forward:
     names: Mapping[Storage, str]
     decisions: Mapping[Storage, Recompute]
     choices: dict[tuple[object, ...], tuple[Machine | None, _Choice]] = field(default_factory=dict)
+    cheap: dict[Storage, bool] = field(default_factory=dict)
 
     @staticmethod
     def of(live: Liveness) -> _Forward:
@@ -85,6 +86,12 @@ class _Forward:
         """Whether the value lies in one of the first so many blocks."""
         position = self.positions.get(storage)
         return position is not None and (blocks < 0 or position < blocks)
+
+    def is_cheap(self, storage: Storage, bounds: Bounds) -> bool:
+        """See `is_cheap`, asked once of each value."""
+        if storage not in self.cheap:
+            self.cheap[storage] = is_cheap(self.values[storage], bounds)
+        return self.cheap[storage]
 
     def choice(self, keep: str, blocks: int, ctx: Context) -> _Choice:
         """What is there to choose from, found out once."""
@@ -110,7 +117,7 @@ class _Choice:
         values = forward.values
         if ctx.draws_once:
             values = {s: v for s, v in values.items() if name_of(v) in ctx.recomputed_values or not is_random(owner_of(v))}
-        again = {s: v for s, v in values.items() if v not in forward.closure and _recomputed(s, v, forward, keep, blocks, ctx.bounds)}
+        again = {s: v for s, v in values.items() if v not in forward.closure and _recomputed(s, forward, keep, blocks, ctx.bounds)}
         if keep not in ("costly", "blocks") or ctx.machine is None:
             return _Choice(values, again.keys())
         # In graph order: blocks that are alike are then told to be, and one cut is made of them all.
@@ -215,14 +222,14 @@ def _parameter_closure(live: Liveness) -> set[fx.Node]:
     return closure
 
 
-def _recomputed(storage: Storage, node: fx.Node, forward: _Forward, keep: str, blocks: int, bounds: Bounds) -> bool:
+def _recomputed(storage: Storage, forward: _Forward, keep: str, blocks: int, bounds: Bounds) -> bool:
     if keep == "all":
         return False
     if keep == "inputs":
         return True
     if keep == "blocks" and forward.is_inside(storage, blocks):
         return storage not in forward.crossing
-    return is_cheap(node, bounds)
+    return forward.is_cheap(storage, bounds)
 
 
 def _crosses(storage: Storage, block: str, live: Liveness) -> bool:
