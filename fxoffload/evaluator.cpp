@@ -656,11 +656,10 @@ class Curve {
   std::vector<int64_t> bytes, most_of, added;
 };
 
+// `spans` and `loads`: from one place in what Filler has of them up to, not including, another.
 struct Item {
-  int32_t storage;
-  std::vector<Span> spans;
-  std::vector<int32_t> loads;
-  int32_t spill;
+  int32_t storage, spill;
+  Span spans, loads;
   double seconds;
   bool resides;
   int64_t n_before;
@@ -668,12 +667,12 @@ struct Item {
   int64_t during;
 };
 
-// The events before number `end` back to the last at which the Storage is there.
-std::vector<Span> before_of(const std::vector<Span>& there, int32_t end) {
+// The events before number `end` back to the last at which the Storage is there; none where it ends where it begins.
+Span before_of(const Span* there, const Span* end_there, int32_t end) {
   int32_t last = 0;
-  for (const Span& one : there)
-    if (one.first < std::min(one.end, end)) last = std::max(last, std::min(one.end, end));
-  return last < end ? std::vector<Span>{{last, end}} : std::vector<Span>{};
+  for (const Span* one = there; one != end_there; ++one)
+    if (one->first < std::min(one->end, end)) last = std::max(last, std::min(one->end, end));
+  return {last, std::max(last, end)};
 }
 
 // The events in none of the spans.
@@ -689,42 +688,67 @@ std::vector<Span> beside_of(std::vector<Span> spans, int32_t n_events) {
   return found;
 }
 
+// Numbers by Storage, each row in the order in which they are given: `each(f)` calls `f(storage, number)` for all of them.
+template <class T>
+class ByStorage {
+ public:
+  template <class Each>
+  ByStorage(int64_t n_storages, Each each) : at(n_storages + 1, 0) {
+    each([&](int32_t storage, const T&) { ++at[storage + 1]; });
+    for (int64_t s = 0; s < n_storages; ++s) at[s + 1] += at[s];
+    of.resize(at.back());
+    std::vector<int32_t> next(at.begin(), at.end() - 1);
+    each([&](int32_t storage, const T& one) { of[next[storage]++] = one; });
+  }
+  T* begin(int32_t storage) { return of.data() + at[storage]; }
+  T* end(int32_t storage) { return of.data() + at[storage + 1]; }
+  int32_t size(int32_t storage) const { return at[storage + 1] - at[storage]; }
+
+ private:
+  std::vector<int32_t> at;
+  std::vector<T> of;
+};
+
 class Filler {
  public:
   Filler(const Table& t, const Seconds& seconds, const Scan& found, const uint8_t* may_reside, const uint8_t* must_leave)
       : t(t), seconds(seconds), found(found), may_reside(may_reside), must_leave(must_leave) {}
 
   void add_copies() {
-    std::vector<std::vector<int32_t>> loads(t.n_storages);
-    std::vector<std::vector<Span>> there(t.n_storages);
-    std::vector<int32_t> spills(t.n_storages, -1), order;
-    for (size_t i = 0; i < found.loads.size(); ++i) {
-      auto& of = loads[found.loads[i].storage];
-      if (of.empty()) order.push_back(found.loads[i].storage);
-      of.push_back(static_cast<int32_t>(i));
-    }
-    for (const Stay& one : found.stays)
-      if (!loads[one.storage].empty()) there[one.storage].push_back({one.first, one.last + 1});
-    for (const Load& one : found.loads) there[one.storage].push_back({one.start, one.before});
+    ByStorage<int32_t> copies(t.n_storages, [&](auto put) {
+      for (size_t i = 0; i < found.loads.size(); ++i) put(found.loads[i].storage, static_cast<int32_t>(i));
+    });
+    ByStorage<Span> there(t.n_storages, [&](auto put) {
+      for (const Stay& one : found.stays)
+        if (copies.size(one.storage)) put(one.storage, Span{one.first, one.last + 1});
+      for (const Load& one : found.loads) put(one.storage, Span{one.start, one.before});
+    });
+    std::vector<int32_t> spills(t.n_storages, -1);
     for (size_t i = 0; i < found.spills.size(); ++i) spills[found.spills[i].storage] = static_cast<int32_t>(i);
-    for (int32_t s : order) {
-      if (must_leave[s]) continue;
+    for (size_t i = 0; i < found.loads.size(); ++i) {
+      const int32_t s = found.loads[i].storage;
+      if (copies.begin(s)[0] != static_cast<int32_t>(i) || must_leave[s]) continue;
       if (t.is_input[s]) {
-        add_input(s, loads[s], there[s]);
-      } else if (loads[s].size() == 1) {
+        add_input(s, copies.begin(s), copies.end(s), there.begin(s), there.end(s));
+      } else if (copies.size(s) == 1) {
         if (spills[s] < 0) throw std::logic_error("a value returns that never left");
-        add({s, before_of(there[s], found.loads[loads[s][0]].start), loads[s], spills[s], seconds.load_s[s] + seconds.spill_s[s], false, 0, 0, 0});
+        const Span ahead = before_of(there.begin(s), there.end(s), found.loads[i].start);
+        add(s, &ahead, &ahead + (ahead.first < ahead.end), copies.begin(s), copies.end(s), spills[s], seconds.load_s[s] + seconds.spill_s[s]);
       }
     }
   }
 
   void add_table(int32_t storage, double saved_s) {
-    add({storage, {{0, static_cast<int32_t>(t.n_events)}}, {}, -1, saved_s, true, 0, 0, 0});
+    const Span whole{0, static_cast<int32_t>(t.n_events)};
+    add(storage, &whole, &whole + 1, nullptr, nullptr, -1, saved_s, true);
   }
 
   // What is kept under `capacity` of what `most` has room for; `used` is what the scan takes.
   Scan* filled(const int64_t* used, int64_t capacity, int64_t most, uint8_t* resident, int64_t* peak_bytes) {
-    std::stable_sort(items.begin(), items.end(), [&](const Item& a, const Item& b) {
+    std::vector<int32_t> order(items.size());
+    for (size_t i = 0; i < order.size(); ++i) order[i] = static_cast<int32_t>(i);
+    std::stable_sort(order.begin(), order.end(), [&](int32_t i, int32_t k) {
+      const Item &a = items[i], &b = items[k];
       if (a.per_byte != b.per_byte) return a.per_byte < b.per_byte;
       return a.during != b.during ? a.during < b.during : t.rank[a.storage] < t.rank[b.storage];
     });
@@ -732,16 +756,17 @@ class Filler {
     Curve curve(used, t.n_events);
     std::vector<std::pair<int64_t, int64_t>> reached(t.n_storages, {0, 0});  // how many thresholds of a Storage, and the largest
     for (int64_t i = 0; i < t.n_events; ++i) *peak_bytes = std::max(*peak_bytes, used[i]);
-    for (const Item& item : items) {
+    for (int32_t i : order) {
+      const Item& item = items[i];
       auto& [n_reached, largest] = reached[item.storage];
       int64_t room_for = 0;
-      for (const Span& one : item.spans) room_for = std::max(room_for, curve.most(one.first, one.end));
+      for (int32_t k = item.spans.first; k < item.spans.end; ++k) room_for = std::max(room_for, curve.most(spans[k].first, spans[k].end));
       room_for += t.n_bytes[item.storage];
       if (item.resides && n_reached) room_for = std::max(room_for, largest);
       if (room_for > most || (item.resides && n_reached < item.n_before)) continue;
       largest = n_reached ? std::max(largest, room_for) : room_for;
       ++n_reached;
-      for (const Span& one : item.spans) curve.add(one.first, one.end, t.n_bytes[item.storage]);
+      for (int32_t k = item.spans.first; k < item.spans.end; ++k) curve.add(spans[k].first, spans[k].end, t.n_bytes[item.storage]);
       if (room_for <= capacity) {
         taken.push_back(&item);
         *peak_bytes = std::max(*peak_bytes, room_for);
@@ -757,33 +782,45 @@ class Filler {
   const Scan& found;
   const uint8_t *may_reside, *must_leave;
   std::vector<Item> items;
+  std::vector<Span> spans, there;
+  std::vector<int32_t> loads;
 
-  void add(Item item) {
-    item.per_byte = -item.seconds / static_cast<double>(std::max<int64_t>(t.n_bytes[item.storage], 1));
-    item.during = t.n_events;
-    if (!item.resides) {
-      item.during = 0;
-      for (const Span& one : item.spans) item.during += one.end - one.first;
+  void add(int32_t s, const Span* first_span, const Span* end_span, const int32_t* first_load, const int32_t* end_load, int32_t spill, double saved_s,
+           bool resides = false, int64_t n_before = 0) {
+    const auto place = [](const auto& all) { return static_cast<int32_t>(all.size()); };
+    Item item{s, spill, {place(spans), 0}, {place(loads), 0}, saved_s, resides, n_before, 0.0, resides ? t.n_events : 0};
+    for (const Span* one = first_span; one != end_span; ++one) {
+      spans.push_back(*one);
+      if (!resides) item.during += one->end - one->first;
     }
-    items.push_back(std::move(item));
+    for (const int32_t* one = first_load; one != end_load; ++one) loads.push_back(*one);
+    item.spans.end = place(spans);
+    item.loads.end = place(loads);
+    item.per_byte = -saved_s / static_cast<double>(std::max<int64_t>(t.n_bytes[s], 1));
+    items.push_back(item);
   }
 
-  void add_input(int32_t s, std::vector<int32_t> copies, const std::vector<Span>& there) {
+  void add_input(int32_t s, int32_t* copies, int32_t* end, const Span* first_there, const Span* end_there) {
     const double load_s = seconds.load_s[s];
-    const int32_t n_events = static_cast<int32_t>(t.n_events);
-    std::stable_sort(copies.begin(), copies.end(), [&](int32_t a, int32_t b) { return found.loads[a].before < found.loads[b].before; });
-    std::vector<Span> spans = there;
-    for (size_t i = 0; i + 1 < copies.size(); ++i)
-      if (found.loads[copies[i]].bucket >= 0) {
-        if (may_reside[s]) add({s, beside_of(spans, n_events), copies, -1, load_s * static_cast<double>(copies.size()), true, 0, 0, 0});
-        return;
-      }
-    for (size_t i = 1; i < copies.size(); ++i) {
-      std::vector<Span> ahead = before_of(there, found.loads[copies[i]].start);
-      spans.insert(spans.end(), ahead.begin(), ahead.end());
-      add({s, std::move(ahead), {copies[i]}, -1, load_s, false, 0, 0, 0});
+    std::stable_sort(copies, end, [&](int32_t a, int32_t b) { return found.loads[a].before < found.loads[b].before; });
+    there.assign(first_there, end_there);
+    if (std::any_of(copies, end - 1, [&](int32_t copy) { return found.loads[copy].bucket >= 0; })) {
+      if (may_reside[s]) add_beside(s, copies, end, load_s * static_cast<double>(end - copies), 0);
+      return;
     }
-    if (may_reside[s]) add({s, beside_of(spans, n_events), {copies[0]}, -1, load_s, true, static_cast<int64_t>(copies.size()) - 1, 0, 0});
+    for (const int32_t* copy = copies + 1; copy < end; ++copy) {
+      const Span ahead = before_of(first_there, end_there, found.loads[*copy].start);
+      const bool is_some = ahead.first < ahead.end;
+      if (is_some) there.push_back(ahead);
+      add(s, &ahead, &ahead + is_some, copy, copy + 1, -1, load_s);
+    }
+    if (may_reside[s]) add_beside(s, copies, copies + 1, load_s, end - copies - 1);
+  }
+
+  // Residing, at the events in none of the spans of `there`.
+  void add_beside(int32_t s, const int32_t* copies, const int32_t* end, double saved_s, int64_t n_before) {
+    const std::vector<Span> beside = beside_of(there, static_cast<int32_t>(t.n_events));
+    add(s, beside.data(), beside.data() + beside.size(), copies, end, -1, saved_s, true, n_before);
   }
 
   // The scan without the copies that the items save; what was apart is one stay.
@@ -792,8 +829,8 @@ class Filler {
     std::vector<int32_t> joins;
     std::vector<uint8_t> joined(t.n_storages, 0);
     for (const Item* item : taken) {
-      for (int32_t load : item->loads) {
-        saved[load] = 1;
+      for (int32_t k = item->loads.first; k < item->loads.end; ++k) {
+        saved[loads[k]] = 1;
         if (!joined[item->storage]) joins.push_back(item->storage);
         joined[item->storage] = 1;
       }
@@ -803,35 +840,35 @@ class Filler {
     result->loads.clear();
     result->spills.clear();
     result->stays.clear();
-    std::vector<std::vector<int32_t>> loads(t.n_storages);
-    std::vector<std::vector<Stay>> parts(t.n_storages);
-    for (size_t i = 0; i < found.loads.size(); ++i) {
-      if (joined[found.loads[i].storage]) loads[found.loads[i].storage].push_back(static_cast<int32_t>(i));
+    for (size_t i = 0; i < found.loads.size(); ++i)
       if (!saved[i]) result->loads.push_back(found.loads[i]);
-    }
     for (size_t i = 0; i < found.spills.size(); ++i)
       if (!kept[i]) result->spills.push_back(found.spills[i]);
-    for (const Stay& one : found.stays) {
-      if (joined[one.storage]) {
-        parts[one.storage].push_back(one);
-      } else if (!resident[one.storage]) {
-        result->stays.push_back(one);
-      }
-    }
+    for (const Stay& one : found.stays)
+      if (!joined[one.storage] && !resident[one.storage]) result->stays.push_back(one);
+    ByStorage<int32_t> copies(t.n_storages, [&](auto put) {
+      for (size_t i = 0; i < found.loads.size(); ++i)
+        if (joined[found.loads[i].storage]) put(found.loads[i].storage, static_cast<int32_t>(i));
+    });
+    ByStorage<Stay> parts(t.n_storages, [&](auto put) {
+      for (const Stay& one : found.stays)
+        if (joined[one.storage]) put(one.storage, one);
+    });
     for (int32_t s : joins) {
       if (resident[s]) continue;
-      auto& of = loads[s];
-      std::stable_sort(of.begin(), of.end(), [&](int32_t a, int32_t b) { return found.loads[a].before < found.loads[b].before; });
-      std::stable_sort(parts[s].begin(), parts[s].end(), [](const Stay& a, const Stay& b) { return a.first < b.first; });
-      const size_t skipped = t.is_input[s] ? 1 : 0;
-      if (of.size() - skipped != parts[s].size() - 1) throw std::logic_error("not every copy to the device begins a stay");
-      Stay now = parts[s][0];
-      for (size_t i = 1; i < parts[s].size(); ++i) {
+      int32_t* const of = copies.begin(s);
+      Stay* const stays = parts.begin(s);
+      std::stable_sort(of, copies.end(s), [&](int32_t a, int32_t b) { return found.loads[a].before < found.loads[b].before; });
+      std::stable_sort(stays, parts.end(s), [](const Stay& a, const Stay& b) { return a.first < b.first; });
+      const int32_t skipped = t.is_input[s] ? 1 : 0;
+      if (copies.size(s) - skipped != parts.size(s) - 1) throw std::logic_error("not every copy to the device begins a stay");
+      Stay now = stays[0];
+      for (int32_t i = 1; i < parts.size(s); ++i) {
         if (saved[of[i - 1 + skipped]]) {
-          now.last = parts[s][i].last;
+          now.last = stays[i].last;
         } else {
           result->stays.push_back(now);
-          now = parts[s][i];
+          now = stays[i];
         }
       }
       result->stays.push_back(now);
