@@ -45,7 +45,8 @@ class _Read(ctypes.Structure):
     _fields_ = (
         *((name, _LONG) for name in ("n_nodes", "border", "n_storages", "n_ranks", "never", "n_results")),
         *((name, RowsRead) for name in ("operands", "seen", "makes", "givers")),
-        *((name, _POINTER) for name in ("source", "element", "results", "flags", "workspace_bytes", "n_bytes", "rank", "counts", "is_input", "is_tangent", "fixed")),
+        *((name, _POINTER) for name in ("source", "element", "results", "flags", "workspace_bytes")),
+        *((name, _POINTER) for name in ("n_bytes", "rank", "counts", "is_input", "is_tangent", "fixed")),
     )
 
 
@@ -81,25 +82,24 @@ class Base:
         if core is None or live.border >= len(nodes) or nodes[-1].op != "output" or None in elements or not _is_known(nodes, workspace):
             return None
         numbers, index = schedule.numbers, live.index
-        number = {storage: i for i, storage in enumerate(numbers.storages)}
-        clones = _clones(live)
-        names = [storage.name for storage in (*numbers.storages, *(clones.get(s, s) for s in numbers.storages))]
-        rank = {name: i for i, name in enumerate(sorted(set(names)))}
+        number, clones = {storage: i for i, storage in enumerate(numbers.storages)}, _clones(live)
+        storages = (*numbers.storages, *(clones.get(s, s) for s in numbers.storages))
+        rank = {name: i for i, name in enumerate(sorted({storage.name for storage in storages}))}
         givers = [workspace.givers(node) if isinstance(workspace, Donated) else [] for node in nodes]
-        rows = [Rows.told(row, told) for row, told in (
-            ([node.all_input_nodes for node in nodes], index.__getitem__), ([_seen(node) for node in nodes], index.__getitem__),
-            (live.makes, number.__getitem__), (givers, index.__getitem__))]
+        operands, seen, makes = [node.all_input_nodes for node in nodes], [_seen(node) for node in nodes], live.makes
+        rows = (
+            Rows.told(operands, index.__getitem__), Rows.told(seen, index.__getitem__), Rows.told(makes, number.__getitem__),
+            Rows.told(givers, index.__getitem__))
         results = ints(index[value] for value in _results(nodes[-1]))
-        held = (
-            ints(index[view_source(node)] if is_view(node) or _is_element(node) else -1 for node in nodes), ints(one or 0 for one in elements), results,
-            np.array([_flags(node) for node in nodes], dtype=np.uint8), _workspace_bytes(schedule, workspace, givers), numbers.n_bytes, ints(rank[name] for name in names),
+        columns = (
+            ints(index[view_source(node)] if is_view(node) or _is_element(node) else -1 for node in nodes), ints(one or 0 for one in elements),
+            results, np.array([_flags(node) for node in nodes], dtype=np.uint8), _workspace_bytes(schedule, workspace, givers),
+            numbers.n_bytes, ints(rank[storage.name] for storage in storages),
             mask(s.is_input or s.tier is Tier.DEVICE for s in numbers.storages), numbers.is_input, numbers.is_tangent,
             mask(s in schedule.fixed for s in numbers.storages))
         read = _Read(
-            len(nodes), live.border, len(number), len(rank), NEVER, len(results), *map(rows_of, rows), *(array.ctypes.data for array in held))
-        return Base(
-            core, schedule, (*numbers.storages, *(clones.get(s, s) for s in numbers.storages)), {name_of(node): i for i, node in enumerate(nodes)},
-            read, (rows, held))
+            len(nodes), live.border, len(number), len(rank), NEVER, len(results), *map(rows_of, rows), *(column.ctypes.data for column in columns))
+        return Base(core, schedule, storages, {name_of(node): i for i, node in enumerate(nodes)}, read, (rows, columns))
 
     def derived(self, decisions: Sequence[Decision], graph: Callable[[], fx.Graph], bounds: Bounds) -> Derived | None:
         """The Schedule with what they decide computed again; None where something of that draws. `graph`: makes the graph."""
@@ -127,7 +127,8 @@ class Base:
 
 
 class Derived(Schedule):
-    """A Schedule of which numbers are known before its graph is made. Its Storages are those of its Base, and clones of them.
+    """A Schedule of which numbers are known before its graph is made. Its Storages are those of its Base, and clones of them: where the graph is made
+    later, its Liveness is told in these (`live`), so that what was found on numbers is true of it.
 
     `nodes`: of each event the number of its node in the Base's graph, a clone's origin; `every`: all that each event reads.
     """

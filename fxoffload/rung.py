@@ -11,7 +11,8 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from .candidates import (
-    NEAR, Candidate, Recomputation, based, completed, free_names, least_s, packed_first, recomputed, refined, scanned, scheduled, settled, swept, swept_near, unlimited_bytes,
+    NEAR, Candidate, Recomputation, based, completed, free_names, least_s, packed_first, recomputed, refined, scanned, scheduled, settled, swept,
+    swept_near, unlimited_bytes,
 )
 from .climb import climbed
 from .derived import Base
