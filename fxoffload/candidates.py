@@ -28,6 +28,11 @@ BEFORE_SWAPS = ("sink-gradients", "insert-checkpoint", "recompute")
 
 # The share of its bound, or of the best one's seconds, that a candidate may take more and is near it.
 NEAR = 1 / 100
+# Numbers that rounding alone tells apart are equal.
+_ROUNDING = 1e-12
+# Copies that start later may leave one byte in so many of a plan's peak unused. The more that is, the more larger rungs may have what is a smaller
+# budget's plan.
+_PUT_OFF = 32
 # The share of the budget left to copies that are under way: what is tried first, and what the best candidate is tried with then.
 _SLACK_SHARE = 1 / 16
 _REFINED_SHARES = (0.0, 1 / 32, 1 / 8)
@@ -109,15 +114,6 @@ class Candidate:
     @property
     def schedule(self) -> Schedule:
         return self.recomputation.schedule
-
-    def as_lowered(self) -> Scan:
-        """What it loads and spills, as the lowered graph does: no copy to the device starts before its channel is soon free."""
-        return just_in_time(self.schedule, self.found, self.recomputation.rates_with(self.resident))
-
-    def lowered_live_bytes(self) -> int:
-        """The live bytes that the lowered graph takes, `outside_bytes` included: copies that start later take theirs later."""
-        used = used_bytes(self.schedule, self.as_lowered())
-        return self.outside_bytes + self.recomputation.ground(self.resident).fixed_bytes + int(used.max(initial=0))
 
     def host_short_bytes(self, problem: Problem) -> int:
         """What the host lacks for it: at most, since not everything it swaps need be there at once."""
@@ -428,6 +424,23 @@ def settled(problem: Problem, candidate: Candidate, budget_bytes: int) -> Candid
         return candidate
     used = used_bytes(candidate.schedule, more)
     return min(candidate, priced(problem, candidate.recomputation, resident, more, used), key=lambda c: c.step_s)
+
+
+def put_off(candidate: Candidate) -> Candidate:
+    """The candidate with no copy to the device started before its channel is soon free; as it is where that would change its seconds, or leave it
+    less than `surely_taken` of it."""
+    schedule, rates = candidate.schedule, candidate.recomputation.rates_with(candidate.resident)
+    found = just_in_time(schedule, candidate.found, rates)
+    if found is candidate.found:
+        return candidate
+    taken = candidate.outside_bytes + candidate.recomputation.ground(candidate.resident).fixed_bytes + int(used_bytes(schedule, found).max(initial=0))
+    same = abs(schedule_s(schedule, found, rates) - candidate.step_s) <= _ROUNDING * candidate.step_s
+    return replace(candidate, found=found, live_bytes=taken) if same and taken >= surely_taken(candidate) else candidate
+
+
+def surely_taken(candidate: Candidate) -> int:
+    """Live bytes that it takes at least when it is `put_off`."""
+    return candidate.live_bytes - candidate.live_bytes // _PUT_OFF
 
 
 def completed(problem: Problem, candidate: Candidate, budget_bytes: int, most_bytes: int) -> Candidate:

@@ -752,27 +752,30 @@ class Filler {
       if (a.per_byte != b.per_byte) return a.per_byte < b.per_byte;
       return a.during != b.during ? a.during < b.during : t.rank[a.storage] < t.rank[b.storage];
     });
-    std::vector<const Item*> taken;
-    Curve curve(used, t.n_events);
+    Curve with_all(used, t.n_events);
     std::vector<std::pair<int64_t, int64_t>> reached(t.n_storages, {0, 0});  // how many thresholds of a Storage, and the largest
-    for (int64_t i = 0; i < t.n_events; ++i) *peak_bytes = std::max(*peak_bytes, used[i]);
+    std::vector<std::pair<int64_t, const Item*>> fitting;
     for (int32_t i : order) {
       const Item& item = items[i];
       auto& [n_reached, largest] = reached[item.storage];
-      int64_t room_for = 0;
-      for (int32_t k = item.spans.first; k < item.spans.end; ++k) room_for = std::max(room_for, curve.most(spans[k].first, spans[k].end));
-      room_for += t.n_bytes[item.storage];
+      int64_t room_for = most_of(with_all, item);
       if (item.resides && n_reached) room_for = std::max(room_for, largest);
       if (room_for > most || (item.resides && n_reached < item.n_before)) continue;
       largest = n_reached ? std::max(largest, room_for) : room_for;
       ++n_reached;
-      for (int32_t k = item.spans.first; k < item.spans.end; ++k) curve.add(spans[k].first, spans[k].end, t.n_bytes[item.storage]);
-      if (room_for <= capacity) {
-        taken.push_back(&item);
-        *peak_bytes = std::max(*peak_bytes, room_for);
-        if (item.resides) resident[item.storage] = 1;
-      }
+      keep(with_all, item);
+      fitting.push_back({room_for, &item});
     }
+    std::stable_sort(fitting.begin(), fitting.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
+    std::vector<const Item*> taken;
+    Curve curve(used, t.n_events);
+    for (const auto& [room_for, item] : fitting) {
+      if (room_for > capacity && most_of(curve, *item) > capacity) break;
+      keep(curve, *item);
+      taken.push_back(item);
+      if (item->resides) resident[item->storage] = 1;
+    }
+    *peak_bytes = curve.most(0, t.n_events);
     return taken.empty() ? nullptr : without(taken, resident);
   }
 
@@ -784,6 +787,17 @@ class Filler {
   std::vector<Item> items;
   std::vector<Span> spans, there;
   std::vector<int32_t> loads;
+
+  // The most there is at an event of its spans with it.
+  int64_t most_of(const Curve& curve, const Item& item) const {
+    int64_t most = 0;
+    for (int32_t k = item.spans.first; k < item.spans.end; ++k) most = std::max(most, curve.most(spans[k].first, spans[k].end));
+    return most + t.n_bytes[item.storage];
+  }
+
+  void keep(Curve& curve, const Item& item) const {
+    for (int32_t k = item.spans.first; k < item.spans.end; ++k) curve.add(spans[k].first, spans[k].end, t.n_bytes[item.storage]);
+  }
 
   void add(int32_t s, const Span* first_span, const Span* end_span, const int32_t* first_load, const int32_t* end_load, int32_t spill, double saved_s,
            bool resides = false, int64_t n_before = 0) {
@@ -804,23 +818,17 @@ class Filler {
     const double load_s = seconds.load_s[s];
     std::stable_sort(copies, end, [&](int32_t a, int32_t b) { return found.loads[a].before < found.loads[b].before; });
     there.assign(first_there, end_there);
-    if (std::any_of(copies, end - 1, [&](int32_t copy) { return found.loads[copy].bucket >= 0; })) {
-      if (may_reside[s]) add_beside(s, copies, end, load_s * static_cast<double>(end - copies), 0);
-      return;
-    }
+    const auto in_bucket = [&](int32_t copy) { return found.loads[copy].bucket >= 0; };
     for (const int32_t* copy = copies + 1; copy < end; ++copy) {
+      if (in_bucket(copy[-1]) || in_bucket(*copy)) continue;
       const Span ahead = before_of(first_there, end_there, found.loads[*copy].start);
       const bool is_some = ahead.first < ahead.end;
       if (is_some) there.push_back(ahead);
       add(s, &ahead, &ahead + is_some, copy, copy + 1, -1, load_s);
     }
-    if (may_reside[s]) add_beside(s, copies, copies + 1, load_s, end - copies - 1);
-  }
-
-  // Residing, at the events in none of the spans of `there`.
-  void add_beside(int32_t s, const int32_t* copies, const int32_t* end, double saved_s, int64_t n_before) {
+    if (!may_reside[s] || std::any_of(copies, end, in_bucket)) return;
     const std::vector<Span> beside = beside_of(there, static_cast<int32_t>(t.n_events));
-    add(s, beside.data(), beside.data() + beside.size(), copies, end, -1, saved_s, true, n_before);
+    add(s, beside.data(), beside.data() + beside.size(), copies, copies + 1, -1, load_s, true, end - copies - 1);
   }
 
   // The scan without the copies that the items save; what was apart is one stay.

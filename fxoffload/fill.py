@@ -2,14 +2,15 @@
 never less of it.
 
 Every stretch of time between two stays of a value is an item. In one order, which no budget changes, each item's threshold is the
-capacity from which on it and all items before it fit; what a capacity keeps is the items whose threshold it reaches. So what a
-larger capacity keeps includes what a smaller one does, the peak of either is within it, and a plan that needs no more than a smaller
-capacity is what that capacity gives. Dropping a copy delays nothing: channels keep their order, and a bucket starts where it did.
-What came in a bucket cannot stay until its next use, because all of the bucket would; it can reside, in none.
+capacity from which on it and all items before it fit. By threshold, items are kept as long as what is kept fits. So what a
+larger capacity keeps includes what a smaller one does, and a scan that takes no more than a smaller capacity is what that capacity gives, since
+its bytes are those that it takes. Dropping a copy delays nothing: channels keep their order.
+What comes in a bucket goes on doing so: the bucket takes the same bytes, and starts where it did.
 """
 
 from __future__ import annotations
 
+import operator
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -74,21 +75,25 @@ def filled(schedule: Schedule, found: Scan, used: Bytes, rates: Rates, capacity_
         kept, resident, taken_bytes = table.filled(
             found.evaluated(table), used, rates, capacity_bytes, most_bytes, may_reside, must_leave, list(_tables(schedule, rates, may_reside)))
         return Filled(found if kept is None else Scan(evaluated=kept, numbers=found), resident, taken_bytes)
-    used, n_events = used.copy(), len(schedule.events)
-    taken: list[Item] = []
-    peak_bytes = int(used.max(initial=0))
+    with_all, used, n_events = used.copy(), used.copy(), len(schedule.events)
+    fitting: list[tuple[int, Item]] = []
     thresholds: dict[Storage, list[int]] = defaultdict(list)
     for item in sorted(_items(schedule, found, rates, may_reside, must_leave), key=lambda one: one.key(n_events)):
         reached = thresholds[item.storage]
-        room_for = max([item.most_bytes(used) + item.storage.n_bytes, *(reached if item.resides else ())])
+        room_for = max([item.most_bytes(with_all) + item.storage.n_bytes, *(reached if item.resides else ())])
         if room_for > most_bytes or (item.resides and len(reached) < item.n_before):
             continue
         reached.append(room_for)
+        item.keep(with_all)
+        fitting.append((room_for, item))
+    taken: list[Item] = []
+    for _, item in sorted(fitting, key=operator.itemgetter(0)):
+        if item.most_bytes(used) + item.storage.n_bytes > capacity_bytes:
+            break
         item.keep(used)
-        if room_for <= capacity_bytes:
-            taken.append(item)
-            peak_bytes = max(peak_bytes, room_for)
-    return Filled(_without(found, taken) if taken else found, frozenset(i.storage.name for i in taken if i.resides), peak_bytes)
+        taken.append(item)
+    resident = frozenset(item.storage.name for item in taken if item.resides)
+    return Filled(_without(found, taken) if taken else found, resident, int(used.max(initial=0)))
 
 
 def _items(schedule: Schedule, found: Scan, rates: Rates, may_reside: frozenset[str], must_leave: frozenset[str]) -> Iterator[Item]:
@@ -119,18 +124,16 @@ def _tables(schedule: Schedule, rates: Rates, may_reside: frozenset[str]) -> Ite
 
 def _inputs(storage: Storage, copies: list[Load], there: list[Span], position: dict[int, int], n_events: int, rates: Rates,
             may_reside: bool) -> Iterator[Item]:
-    """Each return of an input, and then its first copy, without which it resides; all at once where some come in buckets."""
+    """Each return of an input, and then its first copy, without which it resides; none that comes in a bucket, nor what ends in one."""
     load_s, spans = rates.load_s(storage), list(there)
     first, *others = copies = sorted(copies, key=lambda one: one.before)
-    if any(copy.bucket is not None for copy in copies[:-1]):
-        if may_reside:
-            yield Item(storage, _beside(spans, n_events), tuple(copies), (), load_s * len(copies), resides=True)
-        return
-    for copy in others:
-        ahead = _before(there, position[copy.start])
-        spans += ahead
-        yield Item(storage, ahead, (copy,), (), load_s)
-    if may_reside:
+    in_buckets = [copy.bucket is not None for copy in copies]
+    for copy, after_bucket, in_bucket in zip(others, in_buckets, in_buckets[1:]):
+        if not (after_bucket or in_bucket):
+            ahead = _before(there, position[copy.start])
+            spans += ahead
+            yield Item(storage, ahead, (copy,), (), load_s)
+    if may_reside and not any(in_buckets):
         yield Item(storage, _beside(spans, n_events), (first,), (), load_s, resides=True, n_before=len(others))
 
 

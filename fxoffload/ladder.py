@@ -72,13 +72,14 @@ class Search:
             self.best = self.one.unlimited()
             self.tried = [told(self.problem, Recipe("all"), self.best)]
             return
-        limit = self.one.limit(budget)
+        limit, is_first = self.one.limit(budget), True
         for alone in self._within(limit, than_s):
             self.tried += alone.tried
             self.short += alone.short
             self._take(alone, limit, False)
-        if self.best is not None:
-            for alone in self._beyond(limit):
+            is_first = False
+        if self.best is not None or is_first:
+            for alone in self._beyond(limit, than_s):
                 self._take(alone, limit, True)
 
     def none_faster(self, budget: int, than_s: float) -> bool:
@@ -102,15 +103,16 @@ class Search:
                     yield self._alone(alone.least)
                 return
 
-    def _beyond(self, limit: int) -> Iterator[Alone]:
-        """The rungs above the limit, the smallest first, as long as what they give and takes no more than the limit may be as fast. Where that
-        leaves room for the largest of all that could stay, all of it does: as much is found within the limit."""
-        room = self.problem.footprint.live_bytes(limit) + self.one.largest_bytes
+    def _beyond(self, limit: int, than_s: float | None) -> Iterator[Alone]:
+        """The rungs above the limit, the smallest first, as long as what they give and takes no more than the limit may be as fast, and counts."""
+        room = self.problem.footprint.live_bytes(limit)
         for rung in sorted(one for one in rungs_within(self.ample_bytes, self.one.bits) if one > limit):
-            assert self.best is not None
-            nothing_leaves = self.problem.footprint.live_bytes(rung) > room
+            if self.one.above(rung) <= self.first:
+                continue
+            none_counts = self._least_bytes(rung) >= room
             is_above = self.below is not None and rung >= self.below
-            if nothing_leaves or is_above or self.one.none_faster(limit, self.best.step_s * (1 + _ROUNDING)):
+            enough_s = self.best.step_s * (1 + _ROUNDING) if self.best is not None else than_s
+            if none_counts or is_above or enough_s is not None and self.one.none_faster(limit, enough_s):
                 return
             yield self._alone(rung)
 
@@ -137,9 +139,17 @@ class Search:
             self.whole[alone.rung] = self._completed(alone, alone.above)
         return self.whole[alone.rung]
 
+    def _least_bytes(self, rung: int) -> int:
+        """Live bytes of which what a rung gives takes more, if it is to count: else it is for a smaller rung to find. It counts if a smaller rung has no
+        room for it, or it leaves none for the largest of all that could stay."""
+        smaller = next(rungs_within(rung - 1, self.one.bits), 0)
+        live_bytes = self.problem.footprint.live_bytes
+        return min(live_bytes(smaller), live_bytes(rung) - self.one.largest_bytes)
+
     def _completed(self, alone: Alone, limit: int) -> Fastest:
         """The fastest under the limit with what else it has room for."""
         fastest, lacks, room = None, 0, self.problem.footprint.live_bytes(limit)
+        least = self._least_bytes(alone.rung)
         for recipe, candidate in alone.candidates:
             if taken_bytes(candidate) > room:
                 continue
@@ -149,6 +159,6 @@ class Search:
                 continue
             if short:
                 lacks = min(lacks or short, short)
-            elif fastest is None or one.step_s < fastest[1].step_s:
+            elif one.live_bytes > least and (fastest is None or one.step_s < fastest[1].step_s):
                 fastest = recipe, one
         return Fastest(fastest, lacks)

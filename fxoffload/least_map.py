@@ -66,7 +66,7 @@ def _spans(candidate: Candidate) -> Iterator[tuple[int, int, int]]:
     """From which event until before which one how many bytes are in the arena. A copy to the host may end as soon as it has started."""
     schedule, live, position = candidate.schedule, candidate.schedule.live, candidate.schedule.position
     elsewhere = _elsewhere(schedule)
-    found = candidate.as_lowered()
+    found = candidate.found
     sent = {spill.storage: position[spill.after] for spill in found.spills}
     for storage, first, last in found.stays:
         if storage in elsewhere:

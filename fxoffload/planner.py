@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 import torch.fx as fx
 
-from .candidates import Candidate, bare
+from .candidates import Candidate, bare, put_off, surely_taken
 from .errors import HostShort, PlanError, VerifyError
 from .graph import copy_graph, name_of
 from .heap import heap_at_rest, keep
@@ -21,7 +21,6 @@ from .least_map import least_taken_bytes
 from .liveness import liveness, with_releases
 from .lowered import placing
 from .memory_map import MemoryMap
-from .overlap import schedule_s
 from .plans import Decision
 from .problem import USER_SCALAR_BYTES, Parameter, Problem, apply, outside_bytes, place_parameters
 from .reasons import Tried
@@ -38,7 +37,7 @@ class Solution:
     """The chosen residency and decisions, the lowered graph they give, and what the simulator says of it.
 
     `estimated_s`: the seconds it was estimated at before it was lowered; `after_s`: those of the optimizer's step behind it. `tried`: every
-    candidate of the search. `replays`: it is to be recorded.
+    candidate of the search. `replays`: it is to be recorded. `tight_bytes`: of a step that can be, a budget below which memory is tight.
     """
 
     resident: frozenset[str]
@@ -49,6 +48,7 @@ class Solution:
     tried: tuple[Tried, ...] = ()
     replays: bool = False
     after_s: float = 0.0
+    tight_bytes: int = 0
 
     @property
     def total_s(self) -> float:
@@ -96,13 +96,25 @@ class Searches:
 def solve(problem: Problem, known: Searches | None = None) -> Solution:
     """The fastest Solution found under the budget, the same one whatever is `known`. Raises PlanError with the true shortfall when there
     is none."""
+    shared, known = known is not None, known if known is not None else Searches()
     with heap_at_rest():
         for chosen in attempts(problem, known):
-            if known is not None:
+            if shared:
                 keep()  # what the searches made, which lasts as long as they do
             if (solution := chosen.completed(problem)) is not None:
-                return solution
+                return with_tight_bytes(solution, [problem], known)
     raise AssertionError("attempts end in a Solution or a PlanError")
+
+
+def with_tight_bytes(solution: Solution, problems: Sequence[Problem], known: Searches) -> Solution:
+    """The Solution with what says where memory is tight: for any of the problems."""
+    recorded = any(one.footprint.recording_bytes is not None for one in problems)
+    return replace(solution, tight_bytes=tight_bytes(problems, known)) if recorded else solution
+
+
+def tight_bytes(problems: Sequence[Problem], known: Searches) -> int:
+    """The least budget from which on memory is not tight for all of the problems."""
+    return min(search.one.tight_bytes for one in problems for search in searches_of(one, known))
 
 
 def attempts(problem: Problem, known: Searches | None = None, below: int | None = None) -> Iterator[Chosen]:
@@ -115,7 +127,8 @@ def attempts(problem: Problem, known: Searches | None = None, below: int | None 
             search.below = below if search.below is None else min(below, search.below)
     budget = problem.context.device_budget_bytes
     if budget is None or not problem.footprint.by_offsets:
-        yield Chosen.of(problem, searches, budget)
+        chosen = Chosen.of(problem, searches, budget)
+        yield chosen.put_off() if budget is None else chosen
     else:
         yield from _placed_within(problem, searches, budget)
 
@@ -136,6 +149,10 @@ class Chosen:
     def total_s(self) -> float:
         """What it is chosen for."""
         return self.candidate.step_s + self.after_s
+
+    def put_off(self) -> Chosen:
+        """The same with its copies put off."""
+        return replace(self, candidate=put_off(self.candidate))
 
     @staticmethod
     def of(problem: Problem, searches: Sequence[Search], budget: int | None) -> Chosen:
@@ -178,7 +195,7 @@ def _placed_within(problem: Problem, searches: Sequence[Search], budget: int) ->
     """
     over = None
     for chosen in _of_live_budgets(problem, searches, budget):
-        over = chosen
+        over = chosen = chosen.put_off()
         if least_taken_bytes(problem, chosen.candidate) <= budget:
             yield chosen
     assert over is not None
@@ -210,6 +227,8 @@ def _of_live_budgets(problem: Problem, searches: Sequence[Search], budget: int) 
         except PlanError as error:
             refusal = error
         else:
+            if not found:
+                yield from _of_larger(problem, searches, budget, live_budget)
             found = True
             yield least
     if not found:
@@ -218,12 +237,12 @@ def _of_live_budgets(problem: Problem, searches: Sequence[Search], budget: int) 
 
 
 def _of_larger(problem: Problem, searches: Sequence[Search], budget: int, rung: int) -> Iterator[Chosen]:
-    """What is chosen under rungs above the largest one within the budget, the largest first, and takes no more than the budget even so: under
-    a larger budget it may be the plan, and then it is to be this one's."""
+    """What is chosen under rungs above the largest one within the budget, the largest first, and may take no more than the budget even so: under
+    a larger budget it may be the plan, and then it is to be this one's. What a larger rung gives takes no less before its copies are put off."""
     most, found = max(search.ample_bytes for search in searches), list[Chosen]()
     while (rung := rung + step_of(rung, _OFFSET_BITS)) <= most:
         chosen = Chosen.of(problem, searches, rung)
-        if problem.footprint.needed_bytes(0) + chosen.candidate.lowered_live_bytes() > budget:
+        if problem.footprint.needed_bytes(0) + surely_taken(chosen.candidate) > budget:
             break
         found.append(chosen)
     yield from reversed(found)
@@ -261,7 +280,7 @@ def _complete(problem: Problem, chosen: Candidate, limit: int | None) -> Solutio
     context, footprint = replace(problem.context, machine=problem.machine), problem.footprint
     graph = copy_graph(chosen.schedule.graph)
     place_parameters(graph, problem.parameters, chosen.resident)
-    found = chosen.as_lowered()
+    found = chosen.found
     swaps = decisions_of(chosen.schedule.live, found, context.swap_tier, problem.machine.overlaps)
     decisions = chosen.recomputation.decisions + swaps
     lowered = apply(graph, replace(context, plan=bare(swaps)), _REWRITES)
@@ -277,8 +296,7 @@ def _complete(problem: Problem, chosen: Candidate, limit: int | None) -> Solutio
     else:
         lowered = apply(lowered, replace(context, workspace=problem.workspace, live=live), placing(footprint))
         taken = MemoryMap.of(lowered, context.bounds, problem.workspace, live).taken_bytes(footprint, chosen.outside_bytes)
-    estimated_s = schedule_s(chosen.schedule, found, chosen.recomputation.rates_with(chosen.resident))
-    return Solution(chosen.resident, decisions, lowered, replace(simulation, device_peak_bytes=taken), estimated_s)
+    return Solution(chosen.resident, decisions, lowered, replace(simulation, device_peak_bytes=taken), chosen.step_s)
 
 
 def _refusal(problem: Problem, nearest: Candidate, tried_bytes: int) -> PlanError:

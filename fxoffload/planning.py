@@ -57,8 +57,6 @@ log = logging.getLogger("fxoffload")
 # Where memory is not tight for a recording, and it takes less than one byte of the budget in so many, it is compared with what is called in the largest
 # budget in which it is, or does: which one does not depend on the budget, and there are few rungs below it.
 _NOTICEABLE = 16
-# A lowered step may take less than it was estimated at: by 0.14 % at most so far.
-_LOWERED = 1 + 1 / 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -450,13 +448,12 @@ class Planning:
         if obstacle(solution.lowered) is not None:
             return self._solution(called, known)
         more = replayed.footprint.needed_bytes(0) - called.footprint.needed_bytes(0)
-        searches = [one for one in known.found if one.problem.machine == replayed.machine and one.problem.footprint == replayed.footprint]
-        tight = max(more * _NOTICEABLE, min([search.one.tight_bytes for search in searches], default=0))
+        tight = max(more * _NOTICEABLE, solution.tight_bytes)
         smaller = called
         if is_readable(replayed, solution):
             # What a smaller budget may run is called: it is this one's plan too where that is faster.
             context = replace(called.context, device_budget_bytes=min(self.budgets.device_bytes, tight))
-            smaller = replace(called, context=context, than_s=solution.total_s * _LOWERED)
+            smaller = replace(called, context=context, than_s=solution.total_s)
         try:
             return min([solution, self._solution(smaller, known)], key=lambda one: (not is_readable(called, one), one.simulation.step_s + one.after_s))
         except PlanError:

@@ -21,7 +21,7 @@ from .heap import heap_at_rest
 from .liveness import live_curve, liveness
 from .losses import Whole, find_losses
 from .memory_map import MemoryMap, reading_bytes
-from .planner import Chosen, Problem, Searches, Solution, attempts, searches_of
+from .planner import Chosen, Problem, Searches, Solution, attempts, searches_of, tight_bytes, with_tight_bytes
 from .problem import decide
 from .plans import Chunk, Decision, Defer
 from .readings import find_readings
@@ -49,7 +49,7 @@ def solve_reordered(problem: Problem, known: Searches | None = None) -> Solution
             found, refused = other or found, refused + refused_too
     if found is None:
         raise min(refused, key=lambda error: error.shortfall_bytes or 0)
-    return found
+    return with_tight_bytes(found, [one.problem for one in tries], known)
 
 
 def _with_smaller_chunks(
@@ -57,9 +57,9 @@ def _with_smaller_chunks(
 ) -> tuple[Solution | None, list[PlanError]]:
     """What smaller chunks give that is faster, and their refusals: on the rungs where memory is tight for all that was tried, which does not
     depend on the budget."""
-    searches = [search for one in tries for search in searches_of(one.problem, known)]
-    below = min(search.one.tight_bytes for search in searches)
-    if than_s < math.inf and all(search.none_faster(below, than_s) for search in searches):
+    problems = [one.problem for one in tries]
+    below = tight_bytes(problems, known)
+    if than_s < math.inf and all(search.none_faster(below, than_s) for one in problems for search in searches_of(one, known)):
         return None, []
     smaller = [v for v in _variants(problem, max(1, limit // _SMALLER), known) if v.decisions not in [t.decisions for t in tries]]
     found, _, refused = _best(smaller, known, below, than_s)
@@ -76,7 +76,7 @@ def solve_in_form(problem: Problem, form: tuple[Decision, ...]) -> Solution:
         found, _, refused = _best([variant], known)
     if found is None:
         raise refused[0]
-    return found
+    return with_tight_bytes(found, [variant.problem], known)
 
 
 def is_readable(problem: Problem, solution: Solution) -> bool:

@@ -88,7 +88,6 @@ def test_a_recording_is_compared_with_what_is_called_in_a_budget_that_depends_on
         return replace(found, simulation=replace(found.simulation, step_s=share * problem.than_s - found.after_s))
 
     monkeypatch.setattr(Planning, "_solution", solution)
-    monkeypatch.setattr(planning, "_LOWERED", 1.0)
     for budget in ("1500MiB", "2GiB", "3GiB"):
         (graph,) = planned(FAMILIES["lora"](), budget).graphs.values()
         assert graph.replays is (share > 1), budget
