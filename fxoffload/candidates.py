@@ -16,6 +16,7 @@ from .fill import filled
 from .floor import Needs
 from .graph import border_of, copy_graph
 from .gaps import Gap, Gaps
+from .machine import COPY_ISSUES
 from .native import library
 from .overlap import Costs, Rates, just_in_time, overlapped, schedule_s, stalls_s, used_bytes
 from .plans import Decision, GraphPlan, Prediction, Recompute
@@ -28,8 +29,6 @@ BEFORE_SWAPS = ("sink-gradients", "insert-checkpoint", "recompute")
 
 # The share of its bound, or of the best one's seconds, that a candidate may take more and is near it.
 NEAR = 1 / 100
-# Numbers that rounding alone tells apart are equal.
-_ROUNDING = 1e-12
 # Copies that start later may leave one byte in so many of a plan's peak unused. The more that is, the more larger rungs may have what is a smaller
 # budget's plan.
 _PUT_OFF = 32
@@ -99,7 +98,7 @@ class Recomputation:
 @dataclass(frozen=True, slots=True)
 class Candidate:
     """A recomputation and resident set, scanned under some budget: what it loads and spills, the seconds that gives, and the live bytes
-    it takes, `outside_bytes` included. `single`: the scan with every copy by itself, before some were put in buckets. `used`: the `used_bytes`
+    it takes, `outside_bytes` included, before copies are `put_off`. `single`: the scan with every copy by itself, before some were put in buckets. `used`: the `used_bytes`
     of `single` and of `found`, where the search adds to them."""
 
     recomputation: Recomputation
@@ -427,15 +426,21 @@ def settled(problem: Problem, candidate: Candidate, budget_bytes: int) -> Candid
 
 
 def put_off(candidate: Candidate) -> Candidate:
-    """The candidate with no copy to the device started before its channel is soon free; as it is where that would change its seconds, or leave it
-    less than `surely_taken` of it."""
+    """The candidate with no copy to the device started before its channel is soon free, never slower; as it is where that would take less than
+    `surely_taken`."""
     schedule, rates = candidate.schedule, candidate.recomputation.rates_with(candidate.resident)
     found = just_in_time(schedule, candidate.found, rates)
     if found is candidate.found:
         return candidate
     taken = candidate.outside_bytes + candidate.recomputation.ground(candidate.resident).fixed_bytes + int(used_bytes(schedule, found).max(initial=0))
-    same = abs(schedule_s(schedule, found, rates) - candidate.step_s) <= _ROUNDING * candidate.step_s
-    return replace(candidate, found=found, live_bytes=taken) if same and taken >= surely_taken(candidate) else candidate
+    if taken < surely_taken(candidate):
+        return candidate
+    return replace(candidate, found=found, step_s=schedule_s(schedule, found, rates) if rates.dispatch_s else candidate.step_s)
+
+
+def put_off_s(candidate: Candidate) -> float:
+    """Seconds by which it may be faster when it is `put_off`, at most: those in which the host issues its copies."""
+    return candidate.found.n_loads * COPY_ISSUES * candidate.recomputation.rates.dispatch_s
 
 
 def surely_taken(candidate: Candidate) -> int:

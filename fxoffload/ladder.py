@@ -12,10 +12,13 @@ done of live budgets, and `planner.py` chooses among what they give.
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import takewhile
 
-from .candidates import Candidate, completed, taken_bytes
+from .candidates import Candidate, completed, put_off, put_off_s, taken_bytes
 from .problem import Problem
 from .reasons import Tried
 from .recipes import Recipe
@@ -25,6 +28,9 @@ __all__ = ["Search", "least_bytes", "rungs_within", "step_of"]
 
 # Numbers that rounding alone tells apart are equal.
 _ROUNDING = 1e-12
+# How much lies idle between values at offsets is known only of a whole plan. The live budgets that are tried are numbers of so many
+# significant bits, 1/64 to 1/32 apart: steps of 8B width near their limit all along need 1/45 to 1/25.
+LIVE_BITS = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +75,7 @@ class Search:
         """The search under `budget`, unlimited when None, for what is faster than so many seconds: what is not may be left out."""
         self.best, self.short, self.tried, self.host_short_bytes = None, [], [], 0
         if budget is None:
-            self.best = self.one.unlimited()
+            self.best = self._put_off(self.one.unlimited())
             self.tried = [told(self.problem, Recipe("all"), self.best)]
             return
         limit, is_first = self.one.limit(budget), True
@@ -81,6 +87,8 @@ class Search:
         if self.best is not None or is_first:
             for alone in self._beyond(limit, than_s):
                 self._take(alone, limit, True)
+        if self.best is not None and not self._issues:
+            self.best = self._put_off(self.best)
 
     def none_faster(self, budget: int, than_s: float) -> bool:
         """Whether bounds say that nothing under the budget is faster, with the optimizer's step."""
@@ -139,6 +147,27 @@ class Search:
             self.whole[alone.rung] = self._completed(alone, alone.above)
         return self.whole[alone.rung]
 
+    def _completed_one(self, candidate: Candidate, alone: Alone, limit: int, than_s: float) -> Candidate:
+        """The candidate with what else the limit has room for. Where the host issues copies, that may be faster with copies put off than what more memory
+        gives: of what all live budgets give the fastest then, if it is faster than so many seconds."""
+        one = completed(self.problem, candidate, limit, alone.above)
+        if not self._issues or one.step_s - put_off_s(candidate) >= than_s:
+            return one
+        fastest, taken = self._put_off(completed(self.problem, candidate, 0, alone.above)), taken_bytes(candidate)
+        for budget in reversed([*takewhile(lambda n: self.problem.footprint.live_bytes(n) >= taken, rungs_within(min(limit, alone.above), LIVE_BITS))]):
+            one = self._put_off(completed(self.problem, candidate, budget, alone.above))
+            fastest = one if one.step_s <= fastest.step_s else fastest
+        return fastest
+
+    @functools.cached_property
+    def _issues(self) -> bool:
+        """Whether what the host issues takes time, and copies are put off."""
+        return self.problem.footprint.by_offsets and self.problem.machine.overlaps and bool(self.problem.machine.dispatch_s)
+
+    def _put_off(self, candidate: Candidate) -> Candidate:
+        """With its copies put off, where values lie at offsets: a plan is chosen there for what it takes in the end."""
+        return put_off(candidate) if self.problem.footprint.by_offsets else candidate
+
     def _least_bytes(self, rung: int) -> int:
         """Live bytes of which what a rung gives takes more, if it is to count: else it is for a smaller rung to find. It counts if a smaller rung has no
         room for it, or it leaves none for the largest of all that could stay."""
@@ -153,7 +182,7 @@ class Search:
         for recipe, candidate in alone.candidates:
             if taken_bytes(candidate) > room:
                 continue
-            one = completed(self.problem, candidate, limit, alone.above)
+            one = self._completed_one(candidate, alone, limit, fastest[1].step_s if fastest is not None else math.inf)
             short = one.host_short_bytes(self.problem)
             if one.live_bytes > room:
                 continue

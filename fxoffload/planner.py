@@ -12,11 +12,11 @@ from dataclasses import dataclass, field, replace
 
 import torch.fx as fx
 
-from .candidates import Candidate, bare, put_off, surely_taken
+from .candidates import Candidate, bare, surely_taken
 from .errors import HostShort, PlanError, VerifyError
 from .graph import copy_graph, name_of
 from .heap import heap_at_rest, keep
-from .ladder import Search, least_bytes, rungs_within, step_of
+from .ladder import LIVE_BITS, Search, least_bytes, rungs_within, step_of
 from .least_map import least_taken_bytes
 from .liveness import liveness, with_releases
 from .lowered import placing
@@ -54,11 +54,6 @@ class Solution:
     def total_s(self) -> float:
         """What it was chosen for."""
         return self.estimated_s + self.after_s
-
-
-# How much lies idle between values at offsets is known only of a whole plan. The live budgets that are tried are numbers of so many
-# significant bits, 1/64 to 1/32 apart: steps of 8B width near their limit all along need 1/45 to 1/25.
-_OFFSET_BITS = 6
 
 
 @dataclass(slots=True)
@@ -127,8 +122,7 @@ def attempts(problem: Problem, known: Searches | None = None, below: int | None 
             search.below = below if search.below is None else min(below, search.below)
     budget = problem.context.device_budget_bytes
     if budget is None or not problem.footprint.by_offsets:
-        chosen = Chosen.of(problem, searches, budget)
-        yield chosen.put_off() if budget is None else chosen
+        yield Chosen.of(problem, searches, budget)
     else:
         yield from _placed_within(problem, searches, budget)
 
@@ -149,10 +143,6 @@ class Chosen:
     def total_s(self) -> float:
         """What it is chosen for."""
         return self.candidate.step_s + self.after_s
-
-    def put_off(self) -> Chosen:
-        """The same with its copies put off."""
-        return replace(self, candidate=put_off(self.candidate))
 
     @staticmethod
     def of(problem: Problem, searches: Sequence[Search], budget: int | None) -> Chosen:
@@ -195,7 +185,7 @@ def _placed_within(problem: Problem, searches: Sequence[Search], budget: int) ->
     """
     over = None
     for chosen in _of_live_budgets(problem, searches, budget):
-        over = chosen = chosen.put_off()
+        over = chosen
         if least_taken_bytes(problem, chosen.candidate) <= budget:
             yield chosen
     assert over is not None
@@ -210,7 +200,7 @@ def _placed_within(problem: Problem, searches: Sequence[Search], budget: int) ->
 def _of_live_budgets(problem: Problem, searches: Sequence[Search], budget: int) -> Iterator[Chosen]:
     """What is chosen under the rungs within the budget, the largest first, then under the least one that works. Raises PlanError where nothing is."""
     found, refusal = False, None
-    for live_budget in rungs_within(budget, _OFFSET_BITS):
+    for live_budget in rungs_within(budget, LIVE_BITS):
         try:
             chosen = Chosen.of(problem, searches, live_budget)
         except PlanError as error:
@@ -240,7 +230,7 @@ def _of_larger(problem: Problem, searches: Sequence[Search], budget: int, rung: 
     """What is chosen under rungs above the largest one within the budget, the largest first, and may take no more than the budget even so: under
     a larger budget it may be the plan, and then it is to be this one's. What a larger rung gives takes no less before its copies are put off."""
     most, found = max(search.ample_bytes for search in searches), list[Chosen]()
-    while (rung := rung + step_of(rung, _OFFSET_BITS)) <= most:
+    while (rung := rung + step_of(rung, LIVE_BITS)) <= most:
         chosen = Chosen.of(problem, searches, rung)
         if problem.footprint.needed_bytes(0) + surely_taken(chosen.candidate) > budget:
             break

@@ -137,7 +137,11 @@ class Scan:
     @property
     def has_loads(self) -> bool:
         """Whether anything is copied to the device."""
-        return bool(self._evaluated.counts[0] if self._evaluated is not None else self.loads)
+        return bool(self.n_loads)
+
+    @property
+    def n_loads(self) -> int:
+        return self._evaluated.counts[0] if self._evaluated is not None else len(self.loads)
 
     @property
     def spilled_bytes(self) -> int:

@@ -31,7 +31,7 @@ def searched(curve: Curve, floor: Callable[[int], float] = lambda _: 0.0, **name
     visited: list[int] = []
     one, problem = search.one, search.problem
     one.__dict__["_effort"], one.__dict__["ample_bytes"], one.__dict__["largest_bytes"] = rung._EFFORTS[-1], 64 * GIB, 2 * GIB
-    problem.thorough, problem.footprint.live_bytes = False, lambda n_bytes: n_bytes
+    problem.thorough, problem.footprint.live_bytes, problem.footprint.by_offsets = False, lambda n_bytes: n_bytes, False
     one.limit, one.none_faster = lambda budget: budget, lambda budget, than_s: floor(budget) >= than_s
 
     def alone(at: int) -> Alone:
@@ -206,9 +206,8 @@ def test_both_laws_hold_of_plans_at_offsets_whatever_they_leave_idle(plans: list
         if not fitting:
             raise PlanError("too little", by_bytes[0][0] + GIB - within)
         number = fitting[-1]
-        chosen = SimpleNamespace(candidate=SimpleNamespace(live_bytes=by_bytes[number][0]), step_s=-number, taken=GIB + sum(by_bytes[number][1:]))
-        chosen.put_off = lambda: SimpleNamespace(candidate=chosen, lowered=lambda _: SimpleNamespace(simulation=SimpleNamespace(device_peak_bytes=chosen.taken)))
-        return chosen
+        chosen = SimpleNamespace(live_bytes=by_bytes[number][0], step_s=-number, taken=GIB + sum(by_bytes[number][1:]))
+        return SimpleNamespace(candidate=chosen, lowered=lambda _: SimpleNamespace(simulation=SimpleNamespace(device_peak_bytes=chosen.taken)))
 
     found = []
     with mock.patch.object(planner.Chosen, "of", of), mock.patch.object(planner, "least_taken_bytes", lambda _, chosen: chosen.taken):

@@ -206,8 +206,10 @@ def placed_problem(hidden: int = 512, layers: int = 3, batch: tuple[int, int] = 
 
 
 def is_told(one: Problem, found: Candidate) -> float:
-    """What is told of a candidate before it is lowered, of what it takes at its offsets."""
-    return least_taken_bytes(one, found) / planner._complete(one, found, None).simulation.device_peak_bytes
+    """What is told of a candidate before it is lowered, of what it takes at its offsets. Its seconds are those that it is chosen for."""
+    simulation = planner._complete(one, found, None).simulation
+    assert simulation.step_s == pytest.approx(found.step_s, rel=1e-9)
+    return least_taken_bytes(one, found) / simulation.device_peak_bytes
 
 
 @pytest.mark.integration

@@ -16,6 +16,7 @@ from zoo import FAMILIES
 from fxoffload import ops, overlap, text
 from fxoffload.effects import Tier
 from fxoffload.graph import border_of, info, name_of
+from fxoffload.ladder import Search
 from fxoffload.machine import load_machine, machine_from
 from fxoffload.planner import Problem, Searches, Solution, solve
 from fxoffload.plans import Bucket, Gather, Sink, SwapIn, SwapOut
@@ -116,31 +117,34 @@ def sources_of(copy: fx.Node) -> list[str]:
 
 def recomputing(**changes: int) -> Solution:
     """A plan for a machine whose bus is so slow that values are recomputed rather than moved. `changes`: of the Problem."""
+    return solve(on_a_slow_bus(**changes))
+
+
+def on_a_slow_bus(**changes: int) -> Problem:
+    """What is planned there."""
     raw = json.loads(resources.files("fxoffload.machines").joinpath("cpu.json").read_text())
     raw["overlaps"] = True
     for rate in raw["transfers"].values():
         if rate is not None:
             rate["per_s"] /= 50
     budget = int(solved(None).simulation.device_peak_bytes * 0.45)
-    return solve(replace(problem(), machine=machine_from(raw, "slow bus"), context=replace(problem().context, device_budget_bytes=budget), **changes))
+    return replace(problem(), machine=machine_from(raw, "slow bus"), context=replace(problem().context, device_budget_bytes=budget), **changes)
 
 
 def test_copies_wait_until_their_channel_is_soon_free_and_the_step_takes_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = {}
-    for ahead_s in (float("inf"), 1e-6):
-        monkeypatch.setattr(overlap, "_AHEAD_S", ahead_s)
-        found[ahead_s] = recomputing(bucket_bytes=0)
-    at_once, in_time = found.values()
-    place = {name_of(node): i for i, node in enumerate(problem().graph.nodes)}
-    starts = [
-        {(d.value, d.before): place[d.start] for d in one.decisions if isinstance(d, (Gather, SwapIn)) and d.start in place}
-        for one in (at_once, in_time)]
-    both = starts[0].keys() & starts[1].keys()
-    assert all(starts[1][copy] >= starts[0][copy] for copy in both)
+    one = on_a_slow_bus(bucket_bytes=0)
+    search = Search(one, frozenset())
+    search.run(one.context.device_budget_bytes)
+    assert search.best is not None
+    schedule, found, rates = search.best.schedule, search.best.found, search.best.recomputation.rates_with(search.best.resident)
+    monkeypatch.setattr(overlap, "_AHEAD_S", 1e-6)
+    later = overlap.just_in_time(schedule, found, rates)
+    starts = [{(load.storage, load.before): load.start for load in scan.loads} for scan in (found, later)]
+    assert starts[0].keys() == starts[1].keys() and all(starts[1][copy] >= start for copy, start in starts[0].items())
     first = min(starts[0].values())
     assert sum(start == first for start in starts[1].values()) < sum(start == first for start in starts[0].values()) / 2
-    assert in_time.simulation.step_s == pytest.approx(at_once.simulation.step_s, rel=1e-9)
-    assert in_time.simulation.device_peak_bytes <= at_once.simulation.device_peak_bytes
+    assert overlap.schedule_s(schedule, later, rates) == pytest.approx(overlap.schedule_s(schedule, found, rates), rel=1e-9)
+    assert (overlap.used_bytes(schedule, later) <= overlap.used_bytes(schedule, found)).all()
 
 
 def test_values_that_backward_swaps_out_leave_in_forward() -> None:
