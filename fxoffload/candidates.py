@@ -29,9 +29,6 @@ BEFORE_SWAPS = ("sink-gradients", "insert-checkpoint", "recompute")
 
 # The share of its bound, or of the best one's seconds, that a candidate may take more and is near it.
 NEAR = 1 / 100
-# Copies that start later may leave one byte in so many of a plan's peak unused. The more that is, the more larger rungs may have what is a smaller
-# budget's plan.
-_PUT_OFF = 32
 # The share of the budget left to copies that are under way: what is tried first, and what the best candidate is tried with then.
 _SLACK_SHARE = 1 / 16
 _REFINED_SHARES = (0.0, 1 / 32, 1 / 8)
@@ -426,14 +423,10 @@ def settled(problem: Problem, candidate: Candidate, budget_bytes: int) -> Candid
 
 
 def put_off(candidate: Candidate) -> Candidate:
-    """The candidate with no copy to the device started before its channel is soon free, never slower; as it is where that would take less than
-    `surely_taken`."""
+    """The candidate with no copy to the device started before its channel is soon free: never slower, and what copies take is taken later."""
     schedule, rates = candidate.schedule, candidate.recomputation.rates_with(candidate.resident)
     found = just_in_time(schedule, candidate.found, rates)
     if found is candidate.found:
-        return candidate
-    taken = candidate.outside_bytes + candidate.recomputation.ground(candidate.resident).fixed_bytes + int(used_bytes(schedule, found).max(initial=0))
-    if taken < surely_taken(candidate):
         return candidate
     return replace(candidate, found=found, step_s=schedule_s(schedule, found, rates) if rates.dispatch_s else candidate.step_s)
 
@@ -441,11 +434,6 @@ def put_off(candidate: Candidate) -> Candidate:
 def put_off_s(candidate: Candidate) -> float:
     """Seconds by which it may be faster when it is `put_off`, at most: those in which the host issues its copies."""
     return candidate.found.n_loads * COPY_ISSUES * candidate.recomputation.rates.dispatch_s
-
-
-def surely_taken(candidate: Candidate) -> int:
-    """Live bytes that it takes at least when it is `put_off`."""
-    return candidate.live_bytes - candidate.live_bytes // _PUT_OFF
 
 
 def completed(problem: Problem, candidate: Candidate, budget_bytes: int, most_bytes: int) -> Candidate:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 import torch.fx as fx
 
-from .candidates import Candidate, bare, surely_taken
+from .candidates import Candidate, bare
 from .errors import HostShort, PlanError, VerifyError
 from .graph import copy_graph, name_of
 from .heap import heap_at_rest, keep
@@ -54,6 +54,11 @@ class Solution:
     def total_s(self) -> float:
         """What it was chosen for."""
         return self.estimated_s + self.after_s
+
+
+# A plan takes more than all but one byte in so many of what it was estimated at, in the end, when its copies are put off and its values placed: the
+# lowest seen is 7 % less. The more that may be, the more larger rungs may have what is a smaller budget's plan.
+_ESTIMATED = 8
 
 
 @dataclass(slots=True)
@@ -167,10 +172,20 @@ class Chosen:
         raise _refusal(problem, *min(nearest, key=lambda one: least_bytes(problem, *one)))
 
     def completed(self, problem: Problem) -> Solution | None:
-        """The candidate lowered; None where its values take more than the device's budget."""
-        solution, budget = self.lowered(problem), problem.context.device_budget_bytes
-        fits = not problem.footprint.by_offsets or budget is None or solution.simulation.device_peak_bytes <= budget
-        return solution if fits else None
+        """The candidate lowered; None where its values do not keep to the device's budget."""
+        solution = self.lowered(problem)
+        return solution if self.keeps_to_budget(problem, solution.simulation.device_peak_bytes) else None
+
+    def keeps_to_budget(self, problem: Problem, n_bytes: int) -> bool:
+        """Whether the device's budget has room for what its values take at their offsets. What takes less than `least_bytes` is no budget's plan: a
+        smaller budget that has room for it does not look for it."""
+        budget = problem.context.device_budget_bytes
+        return budget is None or not problem.footprint.by_offsets or self.least_bytes(problem) <= n_bytes <= budget
+
+    def least_bytes(self, problem: Problem) -> int:
+        """The least that its values are to take at their offsets: a share of what they were estimated at."""
+        estimated_bytes = problem.footprint.needed_bytes(0) + self.candidate.live_bytes
+        return estimated_bytes - estimated_bytes // _ESTIMATED
 
     def lowered(self, problem: Problem) -> Solution:
         """The candidate lowered: its live bytes keep to the live budget; what its values take at offsets may be more than the device's."""
@@ -228,11 +243,11 @@ def _of_live_budgets(problem: Problem, searches: Sequence[Search], budget: int) 
 
 def _of_larger(problem: Problem, searches: Sequence[Search], budget: int, rung: int) -> Iterator[Chosen]:
     """What is chosen under rungs above the largest one within the budget, the largest first, and may take no more than the budget even so: under
-    a larger budget it may be the plan, and then it is to be this one's. What a larger rung gives takes no less before its copies are put off."""
+    a larger budget it may be the plan, and then it is to be this one's. What a larger rung gives was estimated at no less."""
     most, found = max(search.ample_bytes for search in searches), list[Chosen]()
     while (rung := rung + step_of(rung, LIVE_BITS)) <= most:
         chosen = Chosen.of(problem, searches, rung)
-        if problem.footprint.needed_bytes(0) + surely_taken(chosen.candidate) > budget:
+        if chosen.least_bytes(problem) > budget:
             break
         found.append(chosen)
     yield from reversed(found)

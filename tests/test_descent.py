@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from fxoffload import ladder, planner, rung
 from fxoffload.errors import PlanError
 from fxoffload.ladder import Search, rungs_within, step_of
+from fxoffload.planner import Chosen
 from fxoffload.recipes import Recipe
 from fxoffload.rung import Alone, OfRung, OneRung
 
@@ -191,29 +192,30 @@ def test_a_way_of_recipes_goes_on_behind_one_that_is_hardly_slower_in_a_step_of_
 
 @settings(deadline=None, max_examples=300)
 @given(
-    st.lists(st.tuples(st.integers(0, 64), st.integers(0, 32), st.integers(0, 32)), min_size=2, max_size=16),
-    st.lists(st.integers(0, 128), min_size=8, max_size=24))
-def test_both_laws_hold_of_plans_at_offsets_whatever_they_leave_idle(plans: list[tuple[int, int, int]], budgets: list[int]) -> None:
-    """Of plans with more and more live bytes, each faster than the one before, that are put off and placed as is drawn."""
-    by_bytes = [
-        (estimated, estimated - estimated // 32 * less // 32, idle * GIB // 32)
-        for estimated, less, idle in ((15 * GIB + at * GIB // 32, less, idle) for at, less, idle in sorted(plans))]
-    problem: Any = SimpleNamespace(
-        footprint=SimpleNamespace(needed_bytes=lambda live_bytes: live_bytes + GIB), than_s=float("inf"))
+    st.lists(st.tuples(st.integers(0, 32), st.integers(-16, 4)), min_size=2, max_size=16),
+    st.lists(st.integers(0, 40), min_size=8, max_size=24))
+def test_both_laws_hold_of_plans_at_offsets_whatever_they_take_there(plans: list[tuple[int, int]], budgets: list[int]) -> None:
+    """Of plans that were estimated at more and more bytes, each faster than the one before."""
+    estimated = [(15 * GIB + at * GIB // 4, more * GIB // 4) for at, more in sorted(plans)]
+    of_plan = [SimpleNamespace(live_bytes=n_bytes, step_s=-i, taken=n_bytes + GIB + more) for i, (n_bytes, more) in enumerate(estimated)]
 
-    def of(_problem: Any, _searches: Any, budget: int) -> Any:
-        fitting = [i for i, (estimated, _, _) in enumerate(by_bytes) if estimated + GIB <= budget]
+    def of(problem: Any, _searches: Any, budget: int) -> Chosen:
+        fitting: list[Any] = [one for one in of_plan if one.live_bytes + GIB <= budget]
         if not fitting:
-            raise PlanError("too little", by_bytes[0][0] + GIB - within)
-        number = fitting[-1]
-        chosen = SimpleNamespace(live_bytes=by_bytes[number][0], step_s=-number, taken=GIB + sum(by_bytes[number][1:]))
-        return SimpleNamespace(candidate=chosen, lowered=lambda _: SimpleNamespace(simulation=SimpleNamespace(device_peak_bytes=chosen.taken)))
+            raise PlanError("too little", of_plan[0].live_bytes + GIB - problem.context.device_budget_bytes)
+        return Chosen(fitting[-1], budget, (), 0.0)
 
-    found = []
-    with mock.patch.object(planner.Chosen, "of", of), mock.patch.object(planner, "least_taken_bytes", lambda _, chosen: chosen.taken):
-        for within in (16 * GIB + at * GIB // 32 for at in sorted(budgets)):
+    found: list[Any] = []
+    with (mock.patch.object(Chosen, "of", of), mock.patch.object(planner, "least_taken_bytes", lambda _, one: one.taken),
+          mock.patch.object(Chosen, "lowered", lambda one, _: SimpleNamespace(simulation=SimpleNamespace(device_peak_bytes=one.candidate.taken)))):
+        for budget in (16 * GIB + at * GIB // 4 for at in sorted(budgets)):
+            footprint, context = SimpleNamespace(needed_bytes=lambda n_bytes: n_bytes + GIB, by_offsets=True), SimpleNamespace(device_budget_bytes=budget)
+            problem: Any = SimpleNamespace(footprint=footprint, context=context, than_s=float("inf"))
+            searches: Any = [SimpleNamespace(ample_bytes=64 * GIB)]
             with contextlib.suppress(PlanError):
-                found.append(next(planner._placed_within(problem, [SimpleNamespace(ample_bytes=64 * GIB)], within)).candidate)  # type: ignore[list-item]
+                chosen = planner._placed_within(problem, searches, budget)
+                found.append(next(one.candidate for one in chosen if one.completed(problem) is not None))
     for smaller, larger in zip(found, found[1:]):
         assert larger.step_s <= smaller.step_s
         assert larger.taken >= smaller.taken
+
