@@ -458,8 +458,9 @@ def _filled(problem: Problem, candidate: Candidate, found: Scan, used: Bytes, bu
     recomputation = candidate.recomputation
     outside = candidate.outside_bytes + recomputation.ground(candidate.resident).fixed_bytes
     room, most = (problem.footprint.live_bytes(n) - outside for n in (budget_bytes, most_bytes))
+    # What a bucket is left with needs less than is told, which only a plan at offsets may.
     more = filled(candidate.schedule, found, used, recomputation.rates, room, most, _may_reside(problem) - candidate.resident,
-                  problem.context.swapped_values)
+                  problem.context.swapped_values, problem.footprint.by_offsets)
     return more.found, candidate.resident | more.resident, outside + more.used_bytes
 
 

@@ -711,8 +711,8 @@ class ByStorage {
 
 class Filler {
  public:
-  Filler(const Table& t, const Seconds& seconds, const Scan& found, const uint8_t* may_reside, const uint8_t* must_leave)
-      : t(t), seconds(seconds), found(found), may_reside(may_reside), must_leave(must_leave) {}
+  Filler(const Table& t, const Seconds& seconds, const Scan& found, const uint8_t* may_reside, const uint8_t* must_leave, bool from_buckets)
+      : t(t), seconds(seconds), found(found), may_reside(may_reside), must_leave(must_leave), from_buckets(from_buckets) {}
 
   void add_copies() {
     ByStorage<int32_t> copies(t.n_storages, [&](auto put) {
@@ -784,6 +784,7 @@ class Filler {
   const Seconds& seconds;
   const Scan& found;
   const uint8_t *may_reside, *must_leave;
+  const bool from_buckets;
   std::vector<Item> items;
   std::vector<Span> spans, there;
   std::vector<int32_t> loads;
@@ -818,17 +819,23 @@ class Filler {
     const double load_s = seconds.load_s[s];
     std::stable_sort(copies, end, [&](int32_t a, int32_t b) { return found.loads[a].before < found.loads[b].before; });
     there.assign(first_there, end_there);
-    const auto in_bucket = [&](int32_t copy) { return found.loads[copy].bucket >= 0; };
+    if (std::any_of(copies, from_buckets ? end - 1 : end, [&](int32_t copy) { return found.loads[copy].bucket >= 0; })) {
+      if (may_reside[s] && from_buckets) add_beside(s, copies, end, load_s * static_cast<double>(end - copies), 0);
+      return;
+    }
     for (const int32_t* copy = copies + 1; copy < end; ++copy) {
-      if (in_bucket(copy[-1]) || in_bucket(*copy)) continue;
       const Span ahead = before_of(first_there, end_there, found.loads[*copy].start);
       const bool is_some = ahead.first < ahead.end;
       if (is_some) there.push_back(ahead);
       add(s, &ahead, &ahead + is_some, copy, copy + 1, -1, load_s);
     }
-    if (!may_reside[s] || std::any_of(copies, end, in_bucket)) return;
+    if (may_reside[s]) add_beside(s, copies, copies + 1, load_s, end - copies - 1);
+  }
+
+  // Residing, at the events in none of the spans of `there`.
+  void add_beside(int32_t s, const int32_t* copies, const int32_t* end, double saved_s, int64_t n_before) {
     const std::vector<Span> beside = beside_of(there, static_cast<int32_t>(t.n_events));
-    add(s, beside.data(), beside.data() + beside.size(), copies, copies + 1, -1, load_s, true, end - copies - 1);
+    add(s, beside.data(), beside.data() + beside.size(), copies, end, -1, saved_s, true, n_before);
   }
 
   // The scan without the copies that the items save; what was apart is one stay.
@@ -1161,9 +1168,10 @@ int32_t fxo_used(const Table* t, const Scan* found, int64_t* used) {
 
 // `tables`: Storages that lookups read on the host and that may reside, each with the seconds that saves. The result is null where nothing is kept.
 Scan* fxo_fill(const Table* t, const Seconds* seconds, const Scan* found, const int64_t* used, int64_t capacity, int64_t most, const uint8_t* may_reside,
-               const uint8_t* must_leave, int64_t n_tables, const int32_t* tables, const double* saved_s, uint8_t* resident, int64_t* peak_bytes) {
+               const uint8_t* must_leave, int64_t n_tables, const int32_t* tables, const double* saved_s, int32_t from_buckets, uint8_t* resident,
+               int64_t* peak_bytes) {
   return guarded<>(static_cast<Scan*>(nullptr), [&] {
-    Filler filler(*t, *seconds, *found, may_reside, must_leave);
+    Filler filler(*t, *seconds, *found, may_reside, must_leave, from_buckets != 0);
     filler.add_copies();
     for (int64_t i = 0; i < n_tables; ++i) filler.add_table(tables[i], saved_s[i]);
     return filler.filled(used, capacity, most, resident, peak_bytes);

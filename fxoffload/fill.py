@@ -3,9 +3,10 @@ never less of it.
 
 Every stretch of time between two stays of a value is an item. In one order, which no budget changes, each item's threshold is the
 capacity from which on it and all items before it fit. By threshold, items are kept as long as what is kept fits. So what a
-larger capacity keeps includes what a smaller one does, and a scan that takes no more than a smaller capacity is what that capacity gives, since
-its bytes are those that it takes. Dropping a copy delays nothing: channels keep their order.
-What comes in a bucket goes on doing so: the bucket takes the same bytes, and starts where it did.
+larger capacity keeps includes what a smaller one does, and what needs no more than a smaller capacity is what that capacity gives.
+Dropping a copy delays nothing: channels keep their order, and a bucket starts where it did.
+What came in a bucket cannot stay until its next use, because all of the bucket would; it can reside, in none. What is left of the bucket is taken to
+need what all of it did, so the bytes of a scan are what it needs only where nothing leaves a bucket.
 """
 
 from __future__ import annotations
@@ -66,19 +67,20 @@ class Filled:
 
 
 def filled(schedule: Schedule, found: Scan, used: Bytes, rates: Rates, capacity_bytes: int, most_bytes: int,
-           may_reside: frozenset[str] = frozenset(), must_leave: frozenset[str] = frozenset()) -> Filled:
+           may_reside: frozenset[str] = frozenset(), must_leave: frozenset[str] = frozenset(), from_buckets: bool = True) -> Filled:
     """`found` with what fits `capacity_bytes`, beside the fixed inputs, of what would fit `most_bytes`, the largest capacity it is asked for.
 
     `used`: the `used_bytes` of `found`. `may_reside`: names of inputs that do not reside and may; `must_leave`: of values that are to be swapped.
+    `from_buckets`: whether something may leave a bucket.
     """
     if (table := schedule.table) is not None:
         kept, resident, taken_bytes = table.filled(
-            found.evaluated(table), used, rates, capacity_bytes, most_bytes, may_reside, must_leave, list(_tables(schedule, rates, may_reside)))
+            found.evaluated(table), used, rates, capacity_bytes, most_bytes, may_reside, must_leave, list(_tables(schedule, rates, may_reside)), from_buckets)
         return Filled(found if kept is None else Scan(evaluated=kept, numbers=found), resident, taken_bytes)
     with_all, used, n_events = used.copy(), used.copy(), len(schedule.events)
     fitting: list[tuple[int, Item]] = []
     thresholds: dict[Storage, list[int]] = defaultdict(list)
-    for item in sorted(_items(schedule, found, rates, may_reside, must_leave), key=lambda one: one.key(n_events)):
+    for item in sorted(_items(schedule, found, rates, may_reside, must_leave, from_buckets), key=lambda one: one.key(n_events)):
         reached = thresholds[item.storage]
         room_for = max([item.most_bytes(with_all) + item.storage.n_bytes, *(reached if item.resides else ())])
         if room_for > most_bytes or (item.resides and len(reached) < item.n_before):
@@ -96,7 +98,7 @@ def filled(schedule: Schedule, found: Scan, used: Bytes, rates: Rates, capacity_
     return Filled(_without(found, taken) if taken else found, resident, int(used.max(initial=0)))
 
 
-def _items(schedule: Schedule, found: Scan, rates: Rates, may_reside: frozenset[str], must_leave: frozenset[str]) -> Iterator[Item]:
+def _items(schedule: Schedule, found: Scan, rates: Rates, may_reside: frozenset[str], must_leave: frozenset[str], from_buckets: bool) -> Iterator[Item]:
     position, n_events = schedule.position, len(schedule.events)
     there = _there(found, position)
     loads: dict[Storage, list[Load]] = {}
@@ -107,7 +109,7 @@ def _items(schedule: Schedule, found: Scan, rates: Rates, may_reside: frozenset[
         if storage.name in must_leave:
             continue
         if storage.is_input:
-            yield from _inputs(storage, copies, there[storage], position, n_events, rates, storage.name in may_reside)
+            yield from _inputs(storage, copies, there[storage], position, n_events, rates, storage.name in may_reside, from_buckets)
         elif len(copies) == 1:
             spans = _before(there[storage], position[copies[0].start])
             yield Item(storage, spans, tuple(copies), (spills[storage],), rates.load_s(storage) + rates.spill_s(storage))
@@ -123,17 +125,19 @@ def _tables(schedule: Schedule, rates: Rates, may_reside: frozenset[str]) -> Ite
 
 
 def _inputs(storage: Storage, copies: list[Load], there: list[Span], position: dict[int, int], n_events: int, rates: Rates,
-            may_reside: bool) -> Iterator[Item]:
-    """Each return of an input, and then its first copy, without which it resides; none that comes in a bucket, nor what ends in one."""
+            may_reside: bool, from_buckets: bool) -> Iterator[Item]:
+    """Each return of an input, and then its first copy, without which it resides; all at once where some come in buckets."""
     load_s, spans = rates.load_s(storage), list(there)
     first, *others = copies = sorted(copies, key=lambda one: one.before)
-    in_buckets = [copy.bucket is not None for copy in copies]
-    for copy, after_bucket, in_bucket in zip(others, in_buckets, in_buckets[1:]):
-        if not (after_bucket or in_bucket):
-            ahead = _before(there, position[copy.start])
-            spans += ahead
-            yield Item(storage, ahead, (copy,), (), load_s)
-    if may_reside and not any(in_buckets):
+    if any(copy.bucket is not None for copy in (copies[:-1] if from_buckets else copies)):
+        if may_reside and from_buckets:
+            yield Item(storage, _beside(spans, n_events), tuple(copies), (), load_s * len(copies), resides=True)
+        return
+    for copy in others:
+        ahead = _before(there, position[copy.start])
+        spans += ahead
+        yield Item(storage, ahead, (copy,), (), load_s)
+    if may_reside:
         yield Item(storage, _beside(spans, n_events), (first,), (), load_s, resides=True, n_before=len(others))
 
 

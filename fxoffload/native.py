@@ -93,7 +93,7 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "fxo_stalls": (_LONG, [_POINTER] * 6),
     "fxo_just_in_time": (_POINTER, [_POINTER] * 4 + [_DOUBLE] * 2),
     "fxo_used": (_INT, [_POINTER] * 3),
-    "fxo_fill": (_POINTER, [_POINTER] * 4 + [_LONG] * 2 + [_POINTER] * 2 + [_LONG] + [_POINTER] * 4),
+    "fxo_fill": (_POINTER, [_POINTER] * 4 + [_LONG] * 2 + [_POINTER] * 2 + [_LONG] + [_POINTER] * 2 + [_INT] + [_POINTER] * 2),
     "fxo_least": (_LONG, [_POINTER] * 4),
     "fxo_gaps": (_LONG, [_POINTER]),
     "fxo_pack": (None, [_POINTER] * 6 + [_LONG, _DOUBLE] + [_POINTER] * 2),
@@ -245,14 +245,14 @@ class Table:
         return used
 
     def filled(self, found: Evaluated, used: Bytes, rates: Rates, capacity_bytes: int, most_bytes: int, may_reside: frozenset[str],
-               must_leave: frozenset[str], tables: Sequence[tuple[Storage, float]]) -> tuple[Evaluated | None, frozenset[str], int]:
+               must_leave: frozenset[str], tables: Sequence[tuple[Storage, float]], from_buckets: bool) -> tuple[Evaluated | None, frozenset[str], int]:
         """What `fill.filled` gives; no scan where nothing is kept."""
         resident, peak = np.zeros(len(self.storages), dtype=np.uint8), ctypes.c_int64(0)
         free, leaving = self.named(may_reside), self.named(must_leave)
         numbers, saved_s = ints(self.number[storage] for storage, _ in tables), np.array([seconds for _, seconds in tables], dtype=np.float64)
         address = self.core.fxo_fill(
             self.address, self._seconds(rates), found.address, used.ctypes.data, capacity_bytes, most_bytes, free.ctypes.data, leaving.ctypes.data,
-            len(tables), numbers.ctypes.data, saved_s.ctypes.data, resident.ctypes.data, ctypes.addressof(peak))
+            len(tables), numbers.ctypes.data, saved_s.ctypes.data, from_buckets, resident.ctypes.data, ctypes.addressof(peak))
         if address is None and self.core.fxo_trouble():
             raise self._error()
         names = frozenset(self.storages[i].name for i in resident.nonzero()[0].tolist())

@@ -109,12 +109,16 @@ def test_both_evaluators_say_the_same_of_every_step_of_the_way(kind: str, recipe
                 assert told(just_in_time(schedule, grouped, rates)) == told(just_in_time(plain, other, rates))
                 for more in (room, room + most // 8, 2 * most):
                     given = rates, more, max(more, room + most // 4), free_names(one) - resident, frozenset(swapped)
-                    kept_fast, kept_slow = filled(schedule, grouped, fast_taken, *given), filled(plain, other, slow_taken, *given)
-                    n_filled += kept_slow.found is not other
-                    assert told(kept_fast.found) == told(kept_slow.found)
-                    assert (kept_fast.resident, kept_fast.used_bytes) == (kept_slow.resident, kept_slow.used_bytes)
-                    assert schedule_s(schedule, kept_fast.found, rates) == schedule_s(plain, kept_slow.found, rates)
-                    assert np.array_equal(used_bytes(schedule, kept_fast.found), used_bytes(plain, kept_slow.found))
+                    for from_buckets in (True, False):
+                        kept_fast, kept_slow = filled(schedule, grouped, fast_taken, *given, from_buckets), filled(plain, other, slow_taken, *given, from_buckets)
+                        n_filled += kept_slow.found is not other
+                        assert told(kept_fast.found) == told(kept_slow.found)
+                        assert (kept_fast.resident, kept_fast.used_bytes) == (kept_slow.resident, kept_slow.used_bytes)
+                        assert schedule_s(schedule, kept_fast.found, rates) == schedule_s(plain, kept_slow.found, rates)
+                        taken = used_bytes(plain, kept_slow.found)
+                        assert np.array_equal(used_bytes(schedule, kept_fast.found), taken)
+                        n_bytes = int(taken.max()) + sum(plain.inputs[name].n_bytes for name in kept_slow.resident)
+                        assert n_bytes <= kept_slow.used_bytes and (from_buckets or n_bytes == kept_slow.used_bytes)
     assert n_short and n_full and n_buckets and n_filled, "what does not happen is not compared"
 
 
