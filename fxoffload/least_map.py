@@ -2,7 +2,8 @@
 
 Plans that take more than the budget at their offsets are known by it: lowering one takes longer than to scan many. Every byte counted
 here is counted by `MemoryMap` of the lowered graph. In the arena are, at each event, values that stay, but for those that an op makes
-itself, or that may lie where an operand did; in scratch, what the event's op makes itself and needs.
+itself, or that may lie where an operand did; in scratch, what the event's op makes itself and needs. And wherever they lie, all that is there at
+an event lies apart, but for what may lie where an operand did.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from .offsets import ALIGNMENT, aligned
 from .overlap import bytes_during
 from .problem import Problem
 from .replays import anew_bytes
-from .spill import Bytes, Event, Schedule
+from .spill import Event, Schedule
 
 
 def least_taken_bytes(problem: Problem, candidate: Candidate) -> int:
@@ -32,10 +33,14 @@ def least_taken_bytes(problem: Problem, candidate: Candidate) -> int:
     fixed = candidate.recomputation.ground(candidate.resident).fixed
     inputs = [s for s in live.first if s in fixed or s.is_tangent and s.tier is Tier.DEVICE]
     results = [s for s in live.escapes if s.tier is Tier.DEVICE and not s.is_input]
-    least = MemoryMap(
-        sum([aligned(s.n_bytes) for s in inputs]), sum([aligned(s.n_bytes) for s in results]), int(_placed(candidate).max(initial=0)),
-        _scratch_bytes(problem, candidate.schedule), anew_bytes(graph, problem.context.bounds))
-    return least.taken_bytes(problem.footprint, candidate.outside_bytes)
+    inputs_bytes, anew = sum([aligned(s.n_bytes) for s in inputs]), anew_bytes(graph, problem.context.bounds)
+    gifts = np.array([_gift_bytes(event, live.nodes[event.index]) for event in candidate.schedule.events], dtype=np.int64)
+    every = [(first, end, storage.n_bytes) for storage, first, end in _there(candidate)]
+    placed, there = (bytes_during(candidate.schedule, spans) - gifts for spans in (_placed(candidate), every))
+    by_place = MemoryMap(
+        inputs_bytes, sum([aligned(s.n_bytes) for s in results]), int(placed.max(initial=0)), _scratch_bytes(problem, candidate.schedule), anew)
+    at_once = MemoryMap(inputs_bytes, 0, int(there.max(initial=0)), 0, anew)
+    return max(one.taken_bytes(problem.footprint, candidate.outside_bytes) for one in (by_place, at_once))
 
 
 def _scratch_bytes(problem: Problem, schedule: Schedule) -> int:
@@ -47,13 +52,6 @@ def _scratch_bytes(problem: Problem, schedule: Schedule) -> int:
     return most
 
 
-def _placed(candidate: Candidate) -> Bytes:
-    """Bytes of values that surely lie in the arena, at each event."""
-    schedule = candidate.schedule
-    gifts = np.array([_gift_bytes(event, schedule.live.nodes[event.index]) for event in schedule.events], dtype=np.int64)
-    return bytes_during(schedule, _spans(candidate)) - gifts
-
-
 def _gift_bytes(event: Event, node: fx.Node) -> int:
     """Bytes of what the event makes, if that may take the place of what it reads."""
     if len(event.makes) != 1 or not takes_a_place(node):
@@ -62,23 +60,24 @@ def _gift_bytes(event: Event, node: fx.Node) -> int:
     return n_bytes if any([read.n_bytes == n_bytes for read in event.reads]) else 0
 
 
-def _spans(candidate: Candidate) -> Iterator[tuple[int, int, int]]:
+def _placed(candidate: Candidate) -> Iterator[tuple[int, int, int]]:
     """From which event until before which one how many bytes are in the arena. A copy to the host may end as soon as it has started."""
     schedule, live, position = candidate.schedule, candidate.schedule.live, candidate.schedule.position
-    elsewhere = _elsewhere(schedule)
-    found = candidate.found
-    sent = {spill.storage: position[spill.after] for spill in found.spills}
-    for storage, first, last in found.stays:
-        if storage in elsewhere:
-            continue
-        if first <= sent.get(storage, -1) <= last:
-            last = sent[storage]
+    elsewhere, sent = _elsewhere(schedule), {spill.storage: position[spill.after] for spill in candidate.found.spills}
+    for storage, first, end in _there(candidate):
+        if first <= sent.get(storage, -1) < end:
+            end = sent[storage] + 1
         is_original = not storage.is_input and schedule.events[first].index == live.first[storage]
-        if not is_original or last - first > SOON_NODES or not makes_its_results(live.nodes[live.first[storage]]):
-            yield first, last + 1, storage.n_bytes
-    for storage, before, start, _ in found.loads:
-        if storage not in elsewhere:
-            yield position[start], position[before], storage.n_bytes
+        soon = is_original and end - first <= SOON_NODES + 1 and makes_its_results(live.nodes[live.first[storage]])
+        if storage not in elsewhere and not soon:
+            yield first, end, storage.n_bytes
+
+
+def _there(candidate: Candidate) -> Iterator[tuple[Storage, int, int]]:
+    """From which event until before which one each Storage, or its copy under way, is there, of those that are not all along."""
+    position = candidate.schedule.position
+    yield from ((storage, first, last + 1) for storage, first, last in candidate.found.stays if not storage.is_tangent)
+    yield from ((storage, position[start], position[before]) for storage, before, start, _ in candidate.found.loads)
 
 
 def _elsewhere(schedule: Schedule) -> Collection[Storage]:

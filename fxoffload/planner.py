@@ -56,8 +56,8 @@ class Solution:
         return self.estimated_s + self.after_s
 
 
-# A plan takes more than all but one byte in so many of what it was estimated at, in the end, when its copies are put off and its values placed: the
-# lowest seen is 7 % less. The more that may be, the more larger rungs may have what is a smaller budget's plan.
+# Of what a plan was estimated to need at once it takes all but one byte in so many in the end, when its copies are put off and results lie where operands
+# did: the lowest seen is 7 % less. The more that may be, the more larger rungs may have what is a smaller budget's plan.
 _ESTIMATED = 8
 
 
@@ -177,15 +177,14 @@ class Chosen:
         return solution if self.keeps_to_budget(problem, solution.simulation.device_peak_bytes) else None
 
     def keeps_to_budget(self, problem: Problem, n_bytes: int) -> bool:
-        """Whether the device's budget has room for what its values take at their offsets. What takes less than `least_bytes` is no budget's plan: a
-        smaller budget that has room for it does not look for it."""
+        """Whether the device's budget has room for what its values take at their offsets, and for `least_bytes`."""
         budget = problem.context.device_budget_bytes
-        return budget is None or not problem.footprint.by_offsets or self.least_bytes(problem) <= n_bytes <= budget
+        return budget is None or not problem.footprint.by_offsets or max(n_bytes, self.least_bytes(problem)) <= budget
 
     def least_bytes(self, problem: Problem) -> int:
-        """The least that its values are to take at their offsets: a share of what they were estimated at."""
-        estimated_bytes = problem.footprint.needed_bytes(0) + self.candidate.live_bytes
-        return estimated_bytes - estimated_bytes // _ESTIMATED
+        """Smaller budgets do not look for this plan: a share of what its values were estimated to need at once."""
+        live_bytes = self.candidate.live_bytes
+        return live_bytes - live_bytes // _ESTIMATED + (problem.footprint.recording_bytes or 0)
 
     def lowered(self, problem: Problem) -> Solution:
         """The candidate lowered: its live bytes keep to the live budget; what its values take at offsets may be more than the device's."""
