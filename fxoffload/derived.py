@@ -26,7 +26,7 @@ from .errors import VerifyError
 from .graph import Bounds, Names, is_random, name_of, returned
 from .liveness import Liveness, Storage, is_view, liveness, no_workspace, view_source
 from .machine import Machine
-from .native import RowsRead, library, rows_of
+from .native import SWITCH, RowsRead, library, rows_of
 from .numbers import Ints, Longs, Numbers, Rows, ints, mask
 from .overlap import Costs, Rates
 from .plans import Decision, Recompute
@@ -308,7 +308,7 @@ def _with_storages(live: Liveness, storages: Sequence[Storage]) -> Liveness:
     carried = dict(zip(live.first, storages))
     told = ("name", "n_bytes", "tier", "kind", "is_input")
     if len(live.first) != len(storages) or any(getattr(a, one) != getattr(b, one) for a, b in carried.items() for one in told):
-        raise VerifyError("the graph's values are not those that were derived by numbers")
+        raise VerifyError(f"the graph's values are not those that were derived by numbers; with {SWITCH}=1 none are derived")
 
     def all_of(row: Iterable[Storage]) -> tuple[Storage, ...]:
         return tuple([carried[storage] for storage in row])
