@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from zoo import FAMILIES, Case, lora
+from zoo import FAMILIES, lora, problem_of
 
 from fxoffload import native
 from fxoffload.candidates import Recomputation, based, recomputed, residencies, scanned, scheduled
@@ -24,12 +23,10 @@ from fxoffload.graph import is_random, name_of
 from fxoffload.liveness import is_view, liveness, owner_of
 from fxoffload.machine import machine_from
 from fxoffload.numbers import Numbers, Rows
-from fxoffload.optimizer_states import optimizer_states
 from fxoffload.planner import _complete
 from fxoffload.plans import Recompute
 from fxoffload.problem import Problem
 from fxoffload.recipes import Recipe, decided, every_recipe, recipes_of_small
-from fxoffload.session import Options, Session
 from fxoffload.spill import Scan
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no C++ compiler")
@@ -48,13 +45,7 @@ def problem(kind: str, machine: str) -> Problem:
     for rate in raw["transfers"].values():
         if isinstance(rate, dict):
             rate["per_s"] /= 10.0
-    case: Case = CASES[kind]()
-    options = Options(torch.device("cpu"), device_budget_bytes=1 << 40, planning_only=True, states=optimizer_states("adamw"))
-    session = Session(case.model, options, machine_from(raw, kind), None)
-    session.router.capture((), dict(case.batch))
-    found = session.planning.problem(session.captured)
-    session.close()
-    return found
+    return problem_of(CASES[kind](), machine_from(raw, kind))
 
 
 @functools.cache

@@ -14,8 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from zoo import FAMILIES
+from zoo import FAMILIES, problem_of
 
 from fxoffload import native
 from fxoffload.buckets import bucketed
@@ -23,11 +22,9 @@ from fxoffload.candidates import Recomputation, free_names, packed_first, recomp
 from fxoffload.fill import filled
 from fxoffload.liveness import liveness
 from fxoffload.machine import machine_from
-from fxoffload.optimizer_states import optimizer_states
 from fxoffload.overlap import just_in_time, overlapped, schedule_s, stalls_s, used_bytes
 from fxoffload.problem import Problem
 from fxoffload.recipes import Recipe, decided
-from fxoffload.session import Options, Session
 from fxoffload.spill import Scan, Schedule
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no C++ compiler")
@@ -43,13 +40,7 @@ def problem(kind: str, dispatch_s: float) -> Problem:
     for rate in raw["transfers"].values():
         if rate is not None:
             rate["per_s"] /= KINDS[kind]
-    case = FAMILIES[kind]()
-    options = Options(torch.device("cpu"), device_budget_bytes=1 << 40, planning_only=True, states=optimizer_states("adamw"))
-    session = Session(case.model, options, machine_from(raw, kind), None)
-    session.router.capture((), dict(case.batch))
-    found = session.planning.problem(session.captured)
-    session.close()
-    return found
+    return problem_of(FAMILIES[kind](), machine_from(raw, kind))
 
 
 @functools.cache

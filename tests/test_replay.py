@@ -26,7 +26,7 @@ from torch import nn
 from zoo import FAMILIES, Case, tokens
 
 import fxoffload
-from fxoffload import ops, planning
+from fxoffload import ops
 from fxoffload.api import captured, planning_options
 from fxoffload.effects import Tier
 from fxoffload.footprint import Footprint

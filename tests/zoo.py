@@ -10,6 +10,11 @@ import torch
 import transformers as tf
 from torch import nn
 
+from fxoffload.machine import Machine
+from fxoffload.optimizer_states import optimizer_states
+from fxoffload.problem import Problem
+from fxoffload.session import Options, Session
+
 
 @dataclass(frozen=True, slots=True)
 class Case:
@@ -18,6 +23,16 @@ class Case:
     model: nn.Module
     batch: dict[str, torch.Tensor]
     autocast: torch.dtype | None = None
+
+
+def problem_of(case: Case, machine: Machine) -> Problem:
+    """The case's captured step as a problem of that machine, without weights on a device."""
+    options = Options(torch.device("cpu"), device_budget_bytes=1 << 40, planning_only=True, states=optimizer_states("adamw"))
+    session = Session(case.model, options, machine, None)
+    session.router.capture((), dict(case.batch))
+    found = session.planning.problem(session.captured)
+    session.close()
+    return found
 
 
 VOCAB = 512
